@@ -1,0 +1,38 @@
+"""Pipeline parallelism for PyTorch Lightning: ``Trainer(strategy=PipelineStrategy(...))``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+if TYPE_CHECKING:
+    from lightning_pipe.strategy import PipelineStrategy as PipelineStrategy
+
+__version__ = "0.1.0"
+__all__ = ["PipelineStrategy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PipelineStrategy":
+        from lightning_pipe.strategy import PipelineStrategy
+
+        return PipelineStrategy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _register(schedule: str, stages_per_rank: int = 1) -> None:
+    def create(**kwargs: Any) -> Any:
+        from lightning_pipe.strategy import PipelineStrategy
+
+        return PipelineStrategy(schedule=schedule, stages_per_rank=stages_per_rank, **kwargs)  # type: ignore[arg-type]
+
+    name = f"pipe_{schedule}"
+    if name not in StrategyRegistry.available_strategies():
+        StrategyRegistry.register(name, create, description=f"PipelineStrategy({schedule!r})")
+
+
+_register("naive")
+_register("gpipe")
+_register("1f1b")
+_register("interleaved", stages_per_rank=2)

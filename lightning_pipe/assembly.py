@@ -1,0 +1,227 @@
+"""One rank's part of a LightningModule, made into a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_pipe import checks
+from lightning_pipe.checkpoint import collect_layers, fetch_layers
+from lightning_pipe.partition import (
+    check_glue,
+    find_layers,
+    keyword_names,
+    outside_parameters,
+    parameter_counts,
+    partition,
+    restore_class,
+    shard,
+    shared_between_stages,
+    stage_slices,
+    swap_class,
+)
+from lightning_pipe.report import PipelineReport, StageReport
+from lightning_pipe.runtime.call import PipelinedModule, attach
+from lightning_pipe.runtime.executor import Measurements, Program
+from lightning_pipe.runtime.microbatch import find_batch_size, split_batch
+from lightning_pipe.runtime.pipeline import Pipeline
+from lightning_pipe.runtime.random_state import RandomStates
+from lightning_pipe.runtime.stage import Checkpointing, Stage
+from lightning_pipe.runtime.transport import Transport
+from lightning_pipe.schedule import Placement, accepts, make_plan, simulate
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of PipelineStrategy that say how a model becomes a pipeline."""
+
+    schedule: str
+    num_microbatches: int | Literal["auto"]
+    stages_per_rank: int
+    partition: str | Sequence[int]
+    module: str | None
+    activation_checkpointing: Checkpointing
+    evaluation_outputs: Literal["all", "last"]
+
+
+class Assembly:
+    """Cuts a model and keeps this rank's part.
+
+    Args:
+        root: The user's LightningModule, its layers built.
+        settings: How.
+        rank: Of the pipeline.
+        num_ranks: Of the pipeline.
+
+    Raises:
+        MisconfigurationException: The model cannot be cut so.
+    """
+
+    def __init__(
+        self, root: LightningModule, settings: Settings, rank: int, num_ranks: int
+    ) -> None:
+        self._root, self._settings, self._rank = root, settings, rank
+        self._placement = Placement.round_robin(num_ranks, settings.stages_per_rank)
+        self._found = find_layers(root, settings.module)
+        self._counts = parameter_counts(self._found)
+        self._sizes = partition(settings.partition, self._counts, self._placement.num_stages)
+        checks.check_tied(shared_between_stages(self._found, self._sizes))
+        self._layers_of = stage_slices(self._sizes)
+        self._own_stages = self._placement.stages_of(rank)
+        self._first_batch = True
+        outside = outside_parameters(root, self._found)
+        self.shared: list[nn.Parameter] = [parameter for _, parameter in outside]
+        self.pipeline: Pipeline | None = None
+
+    def shard(self) -> None:
+        """Free what other ranks own, and make what all own equal. Collective."""
+        owned = [index for stage in self._own_stages for index in self._layers_of[stage]]
+        names, layers = self._found.names, self._found.layers
+        by_name = dict(zip(names, layers, strict=True))
+        fetch_layers(by_name, [names[index] for index in owned])
+        shard(self._found, owned)
+        with torch.no_grad():
+            for parameter in self.shared:
+                dist.broadcast(parameter.data, src=0)
+
+    def connect(self, transport: Transport, random_states: RandomStates) -> Pipeline:
+        """Let the pipelined module's calls go through the pipeline.
+
+        Args:
+            transport: Connects the ranks.
+            random_states: Seed the streams of step and layers.
+        """
+        found, settings = self._found, self._settings
+        stages = {}
+        for index in self._own_stages:
+            where = self._layers_of[index]
+            stages[index] = Stage(
+                index,
+                self._placement.num_stages,
+                [found.layers[layer] for layer in where],
+                where.start,
+                [self._keywords(layer) for layer in where],
+                settings.activation_checkpointing,
+                random_states,
+            )
+        self.pipeline = Pipeline(
+            stages,
+            self._placement.num_stages,
+            self._count,
+            self._program,
+            transport,
+            random_states,
+            self.shared,
+            list(self._root.parameters()),
+            self._split,
+            settings.evaluation_outputs,
+        )
+        swap_class(found.module, PipelinedModule)
+        attach(found.module, _CheckedOnce(self.pipeline, self))
+        return self.pipeline
+
+    def disconnect(self, collect: bool) -> None:
+        """Give the pipelined module its own ``forward`` back.
+
+        Args:
+            collect: Whether rank 0 gets the weights of all layers; collective then.
+        """
+        if collect:
+            collect_layers(dict(zip(self._found.names, self._found.layers, strict=True)))
+        attach(self._found.module, None)
+        restore_class(self._found.module)
+        self.pipeline = None
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse a first batch that is too small; a later one may be short."""
+        if self._first_batch and not hasattr(self._root, "split_batch"):
+            checks.check_batch_size(find_batch_size(batch), self._settings.num_microbatches)
+        self._first_batch = False
+
+    def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a model that computes something between its layers."""
+        check_glue(self._found, args, kwargs)
+
+    def report(self, measured: Sequence[Measurements], batch_size: int | None) -> PipelineReport:
+        """Say what a training run came to.
+
+        Args:
+            measured: By rank.
+            batch_size: Of a batch.
+        """
+        count = self._count_for(batch_size)
+        plan = make_plan(self._schedule_for(count), self._placement, count)
+        stages = []
+        for index, where in enumerate(self._layers_of):
+            rank = self._placement.rank_of[index]
+            names = self._found.names[where.start], self._found.names[where.stop - 1], len(where)
+            parameters = sum(self._counts[layer] for layer in where)
+            stages.append(
+                StageReport(rank, names, parameters, measured[rank].peak_in_flight[index])
+            )
+        return PipelineReport(
+            self._settings.schedule,
+            count,
+            tuple(stages),
+            sum(simulate(plan).bubble) / self._placement.num_ranks,
+            tuple(1 - m.busy / m.wall if m.wall else 0.0 for m in measured),
+            measured[0].rounds,
+        )
+
+    def _keywords(self, layer: int) -> frozenset[str]:
+        if not self._found.keywords:
+            return frozenset()
+        return keyword_names(self._found.layers[layer], 0 if layer == 0 else 1)
+
+    def _program(self, kind: Literal["training", "evaluation"], count: int) -> Program:
+        schedule = "forward" if kind == "evaluation" else self._schedule_for(count)
+        return make_plan(schedule, self._placement, count).programs[self._rank]
+
+    def _schedule_for(self, count: int) -> str:
+        """The schedule, or F-then-B over the same stages for a count that it cannot take."""
+        fits = accepts(self._settings.schedule, self._placement, count)
+        return self._settings.schedule if fits else "gpipe"
+
+    def _split(self, batch: Any, count: int) -> tuple[list[Any], list[int]]:
+        own = getattr(self._root, "split_batch", None)
+        if own is None:
+            return split_batch(batch, count)
+        pieces = list(own(batch, count))
+        return pieces, [find_batch_size(piece) or 1 for piece in pieces]
+
+    def _count(self, batch: Any) -> int:
+        return self._count_for(find_batch_size(batch))
+
+    def _count_for(self, batch_size: int | None) -> int:
+        """Into how many micro-batches a batch is cut."""
+        if self._settings.num_microbatches != "auto":
+            return self._settings.num_microbatches
+        most = 1 if self._settings.schedule == "naive" else 4 * self._placement.num_stages
+        most = min(most, batch_size or 1)
+        fitting = (
+            count
+            for count in range(most, 0, -1)
+            if accepts(self._settings.schedule, self._placement, count)
+        )
+        return next(fitting, most)
+
+
+class _CheckedOnce:
+    """Looks at the first call before it answers it."""
+
+    def __init__(self, pipeline: Pipeline, assembly: Assembly) -> None:
+        self._pipeline, self._assembly = pipeline, assembly
+        self._unchecked = True
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`~lightning_pipe.runtime.call.Callee`."""
+        if self._unchecked:
+            self._assembly.check_call(args, kwargs)
+            self._unchecked = False
+        return self._pipeline.call(args, kwargs)

@@ -1,0 +1,201 @@
+"""What cannot work is refused at setup: what was given, what is expected, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import LBFGS, Optimizer
+
+from lightning_pipe.schedule import Placement, ScheduleError, make_plan, schedule_names
+
+_CHOICES = {
+    "activation_checkpointing": ("none", "stage", "layer"),
+    "evaluation_outputs": ("all", "last"),
+    "start_method": ("popen",),
+}
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Check the constructor's arguments as far as they can be without a model.
+
+    Raises:
+        MisconfigurationException: One cannot work, or has no effect.
+    """
+    schedule = arguments["schedule"]
+    for name, choices in _CHOICES.items():
+        if arguments[name] not in choices:
+            raise MisconfigurationException(
+                f"PipelineStrategy({name}={arguments[name]!r}): expected one of "
+                f"{', '.join(map(repr, choices))}."
+            )
+    if not arguments["weight_stashing"] or arguments["vertical_sync"]:
+        raise MisconfigurationException(
+            f"PipelineStrategy(weight_stashing={arguments['weight_stashing']}, vertical_sync="
+            f"{arguments['vertical_sync']}) has no effect with the synchronous schedule "
+            f"{schedule!r}, whose weights do not change within a batch. Leave both at their "
+            "defaults (True, False)."
+        )
+    for name in ("data_parallel_size", "tensor_parallel_size"):
+        if arguments[name] != 1:
+            raise MisconfigurationException(
+                f"PipelineStrategy({name}={arguments[name]}): a pipeline cannot be combined with "
+                "other parallelism yet. Leave it at 1."
+            )
+    if arguments["process_group_backend"] not in (None, "gloo"):
+        raise MisconfigurationException(
+            f"PipelineStrategy(process_group_backend={arguments['process_group_backend']!r}): "
+            "expected 'gloo', the only backend so far (tensors of a GPU travel through the host)."
+        )
+    count = arguments["num_microbatches"]
+    if count != "auto" and (not isinstance(count, int) or count < 1):
+        raise MisconfigurationException(
+            f"PipelineStrategy(num_microbatches={count!r}): expected 'auto' or a number from 1."
+        )
+    check_schedule(schedule, count, arguments["stages_per_rank"], num_ranks=None)
+
+
+def check_schedule(
+    schedule: str, num_microbatches: Any, stages_per_rank: int, num_ranks: int | None
+) -> None:
+    """Check that a schedule is known and takes its options.
+
+    Args:
+        schedule: Its name.
+        num_microbatches: A number, or "auto", which adapts itself.
+        stages_per_rank: A number.
+        num_ranks: As long as it is unknown, what depends on it is not checked.
+
+    Raises:
+        MisconfigurationException: With the reason and what would be valid.
+    """
+    if not isinstance(stages_per_rank, int) or stages_per_rank < 1:
+        raise MisconfigurationException(
+            f"PipelineStrategy(stages_per_rank={stages_per_rank!r}): expected a number from 1."
+        )
+    if schedule not in schedule_names() or num_ranks is not None:
+        ranks = num_ranks or 1
+        count = ranks if num_microbatches == "auto" else num_microbatches
+        if num_microbatches == "auto" and schedule == "naive":
+            count = 1
+        try:
+            make_plan(schedule, Placement.round_robin(ranks, stages_per_rank), count)
+        except ScheduleError as error:
+            raise MisconfigurationException(f"PipelineStrategy: {error}") from error
+
+
+def check_module(module: LightningModule, fitting: bool) -> None:
+    """Check that a LightningModule does nothing that a pipeline cannot do.
+
+    Args:
+        module: The user's.
+        fitting: Whether it is to be trained.
+
+    Raises:
+        MisconfigurationException: It does.
+    """
+    name = type(module).__name__
+    if getattr(module, "example_input_array", None) is not None:
+        raise MisconfigurationException(
+            f"{name}.example_input_array is set, and Lightning would call the model with it "
+            "outside of the pipeline. Set it to None; the summary works without it."
+        )
+    if not fitting:
+        return
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{name} uses manual optimization (automatic_optimization=False), but the schedule of "
+            "a pipeline decides when to run backward. Use automatic optimization."
+        )
+    if is_overridden("backward", module):
+        raise MisconfigurationException(
+            f"{name} overrides `backward`, but in a pipeline every stage runs a backward of its "
+            "own. Remove it; `on_before_backward` and `on_after_backward` are called as usual."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise MisconfigurationException(
+            f"{name}.training_step takes `dataloader_iter`, but a pipeline cuts the batch before "
+            "the step. Let it take `batch`."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Check that the optimizers can be used with a pipeline.
+
+    Raises:
+        MisconfigurationException: They cannot.
+    """
+    if len(optimizers) > 1:
+        raise MisconfigurationException(
+            f"configure_optimizers returned {len(optimizers)} optimizers, but a pipeline takes "
+            "one. Put the parameters into groups of one optimizer."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "LBFGS evaluates the batch several times in one step and needs all parameters on "
+                "one device. Use another optimizer."
+            )
+
+
+def check_precision(precision: Precision) -> None:
+    """Check that a precision plugin can be used with a pipeline.
+
+    Raises:
+        MisconfigurationException: It scales losses.
+    """
+    if isinstance(getattr(precision, "scaler", None), torch.amp.GradScaler):
+        raise MisconfigurationException(
+            f"precision={precision.precision!r} scales the loss, which is not supported in a "
+            "pipeline yet. Use 'bf16-mixed', 'bf16-true', '32-true' or '64-true'."
+        )
+
+
+def check_world(world_size: int, pipeline_parallel_size: Any) -> int:
+    """The ranks of a pipeline, given the number of processes.
+
+    Raises:
+        MisconfigurationException: They do not fit.
+    """
+    if pipeline_parallel_size == "auto" or pipeline_parallel_size == world_size:
+        return world_size
+    raise MisconfigurationException(
+        f"PipelineStrategy(pipeline_parallel_size={pipeline_parallel_size}) with {world_size} "
+        "processes: expected as many processes as pipeline ranks (replicas of a pipeline are not "
+        f"supported yet). Use Trainer(devices={pipeline_parallel_size}), or leave it at 'auto'; "
+        "more stages than ranks come from stages_per_rank."
+    )
+
+
+def check_tied(pairs: Sequence[tuple[str, str]]) -> None:
+    """Refuse parameters that live in several stages.
+
+    Raises:
+        MisconfigurationException: There are some.
+    """
+    if pairs:
+        named = "; ".join(f"{a!r} is {b!r}" for a, b in pairs)
+        raise MisconfigurationException(
+            f"Parameters are shared between stages: {named}. That is not supported yet. Give each "
+            "its own parameter, or choose a partition that puts both into one stage."
+        )
+
+
+def check_batch_size(batch_size: int | None, num_microbatches: Any) -> None:
+    """Refuse to cut the first batch into more micro-batches than it has samples.
+
+    Raises:
+        MisconfigurationException: It is too small.
+    """
+    if num_microbatches != "auto" and batch_size is not None and num_microbatches > batch_size:
+        raise MisconfigurationException(
+            f"PipelineStrategy(num_microbatches={num_microbatches}) with a batch of {batch_size} "
+            f"samples: expected at most one micro-batch per sample. Use num_microbatches <= "
+            f"{batch_size}, or a larger batch_size."
+        )

@@ -1,0 +1,45 @@
+"""Find the layers of a model, decide where to cut, and build one rank's part of it."""
+
+from lightning_pipe.partition.absent import absent, is_absent, present
+from lightning_pipe.partition.balance import balance, partition, uniform
+from lightning_pipe.partition.build import (
+    outside_parameters,
+    shard,
+    shared_between_stages,
+    stage_slices,
+)
+from lightning_pipe.partition.class_swap import (
+    original_class,
+    original_forward,
+    restore_class,
+    swap_class,
+)
+from lightning_pipe.partition.glue import check_glue
+from lightning_pipe.partition.layers import (
+    PipelinedLayers,
+    find_layers,
+    keyword_names,
+    parameter_counts,
+)
+
+__all__ = [
+    "PipelinedLayers",
+    "absent",
+    "balance",
+    "check_glue",
+    "find_layers",
+    "is_absent",
+    "keyword_names",
+    "original_class",
+    "original_forward",
+    "outside_parameters",
+    "parameter_counts",
+    "partition",
+    "present",
+    "restore_class",
+    "shard",
+    "shared_between_stages",
+    "stage_slices",
+    "swap_class",
+    "uniform",
+]

@@ -1,0 +1,239 @@
+"""Bring what the last stage logs to all ranks.
+
+Behind the pipelined call the user's step runs on the last stage alone, so only there ``self.log``
+is called and only there metrics are updated. Without help loggers on rank 0 stay empty,
+``ModelCheckpoint(monitor=...)`` fails there, and a logged torchmetrics object waits for ever. So
+the calls are recorded on the last rank, put together over the micro-batches to what one device
+would have logged for the batch, sent to all ranks and played there through the public ``log``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pipe.metric_state import (
+    Metrics,
+    MetricState,
+    MetricWatch,
+    find_metrics,
+    keep_local,
+    state_of,
+)
+from lightning_pipe.runtime.microbatch import find_batch_size
+from lightning_pipe.runtime.pipeline import Pipeline
+from lightning_pipe.trainer_patches import before_dataloader_results
+
+# After self, name and value.
+_LOG_ARGUMENTS = list(inspect.signature(LightningModule.log).parameters)[3:]
+
+
+@dataclass
+class LogCall:
+    """One call of ``self.log``.
+
+    Attributes:
+        name: What is logged.
+        value: Its value; ``None`` for a torchmetrics object.
+        options: The other arguments.
+        metric: Qualified name of the torchmetrics object in the LightningModule.
+    """
+
+    name: str
+    value: Any
+    options: dict[str, Any]
+    metric: str | None = None
+
+
+@dataclass
+class Relayed:
+    """What travels from the last rank to all."""
+
+    calls: list[LogCall] = field(default_factory=list)
+    metrics: dict[str, MetricState] = field(default_factory=dict)
+
+
+class StepLogs:
+    """The logs of one rank's steps, from setup to teardown.
+
+    Args:
+        module: The user's.
+        pipeline: This rank's.
+    """
+
+    def __init__(self, module: LightningModule, pipeline: Pipeline) -> None:
+        self._module, self._pipeline = module, pipeline
+        self._metrics = find_metrics(module)
+        self._undo_keep_local = keep_local(self._metrics)
+        self._recorder = _Recorder(self._metrics)
+        self._watch: MetricWatch | None = None
+        self._undo_evaluation: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        """Leave the module as it was."""
+        self._undo_keep_local()
+        self.end_evaluation()
+
+    # ------------------------------------------------------------------------------- training
+
+    def begin_batch(self) -> None:
+        """Before the first micro-batch."""
+        self._recorder = _Recorder(self._metrics)
+        follow = self._pipeline.is_last and self._metrics
+        self._watch = MetricWatch(self._metrics) if follow else None
+
+    @contextmanager
+    def microbatch(self, microbatch: Any) -> Iterator[None]:
+        """Inside runs the user's step for one micro-batch."""
+        self._recorder.begin(find_batch_size(microbatch) or 1)
+        with _log_replaced(self._module, self._recorder if self._pipeline.is_last else _drop):
+            yield
+
+    def collect(self) -> Relayed:
+        """On the last rank: what one device would have logged for the batch."""
+        calls = [_put_together(calls) for calls in self._recorder.calls.values()]
+        return Relayed(calls, self._watch.finish() if self._watch is not None else {})
+
+    def play(self, relayed: Relayed) -> None:
+        """Log here what the last rank has logged, inside the hook that it belongs to."""
+        if not self._pipeline.is_last:  # whose metrics have seen it all
+            for name, state in relayed.metrics.items():
+                state.apply_to(self._metrics[name])
+        for call in relayed.calls:
+            value = self._metrics[call.metric] if call.metric is not None else call.value
+            value = move_data_to_device(value, self._module.device)
+            self._module.log(call.name, value, **call.options)
+
+    # ----------------------------------------------------------------------------- evaluation
+
+    @contextmanager
+    def evaluation_step(self, outputs: Literal["all", "last"]) -> Iterator[None]:
+        """Inside runs the user's step for one batch.
+
+        With outputs on all ranks each logs by itself. With outputs on the last one alone that
+        logs and keeps a record, which reaches the others at the end of the dataloader.
+        """
+        if outputs == "all":
+            yield
+            return
+        self._recorder.begin(1)
+        with _log_replaced(self._module, self._log_and_record if self._pipeline.is_last else _drop):
+            yield
+
+    def begin_evaluation(self) -> None:
+        """Before the first batch of a loop whose outputs are on the last rank alone."""
+        self._recorder = _Recorder(self._metrics)
+        trainer = self._module.trainer
+        self._undo_evaluation = before_dataloader_results(trainer, self._flush)
+
+    def end_evaluation(self) -> None:
+        """After the loop."""
+        if self._undo_evaluation is not None:
+            self._undo_evaluation()
+            self._undo_evaluation = None
+
+    def _log_and_record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        options |= dict(zip(_LOG_ARGUMENTS, args, strict=False))
+        LightningModule.log(self._module, name, value, **options)
+        batch = self._module.trainer._results.batch  # type: ignore[union-attr]
+        options.setdefault("batch_size", find_batch_size(batch) or 1)
+        self._recorder(name, value, **options)
+
+    def _flush(self) -> None:
+        """At the end of a dataloader, give the other ranks what the last one has logged."""
+        mine = None
+        if self._pipeline.is_last:
+            calls = [call for calls in self._recorder.calls.values() for call, _ in calls]
+            states = {n: state_of(m) for n, m in self._metrics.items() if m.update_called}
+            mine = Relayed([_travelling(call) for call in calls], states)
+        relayed = self._pipeline.from_last(mine)
+        if not self._pipeline.is_last:
+            for name in relayed.metrics:
+                self._metrics[name].reset()
+            self.play(relayed)
+        self._recorder = _Recorder(self._metrics)
+
+
+class _Recorder:
+    """Takes the place of ``module.log`` on the last rank."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._names = {id(metric): name for name, metric in metrics.items()}
+        self._times_logged: dict[str, int] = {}
+        self._size = 1
+        self.calls: dict[tuple[str, int], list[tuple[LogCall, float]]] = {}
+
+    def begin(self, size: int) -> None:
+        """What follows is logged for so many samples."""
+        self._times_logged, self._size = {}, size
+
+    def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        options |= dict(zip(_LOG_ARGUMENTS, args, strict=False))
+        nth = self._times_logged[name] = self._times_logged.get(name, 0) + 1
+        call = LogCall(name, value, options)
+        if isinstance(value, Metric):
+            # A metric that is no attribute of the module: `log` will say so when it is played.
+            call.metric = options.get("metric_attribute") or self._names.get(id(value))
+        elif isinstance(value, Tensor):
+            call.value = value.detach()
+        weight = options.get("batch_size") or self._size
+        self.calls.setdefault((name, nth), []).append((call, weight))
+
+
+@contextmanager
+def _log_replaced(module: LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    """Let ``module.log`` be another function; ``log_dict`` calls it, too."""
+    module.__dict__["log"] = log
+    try:
+        yield
+    finally:
+        module.__dict__.pop("log", None)
+
+
+def _drop(*_: Any, **__: Any) -> None:
+    """Take the place of ``log`` where there is nothing to log."""
+
+
+def _put_together(calls: Sequence[tuple[LogCall, float]]) -> LogCall:
+    """The calls of one name in each micro-batch, as one of the batch."""
+    call = calls[0][0]
+    values, weights = [c.value for c, _ in calls], [weight for _, weight in calls]
+    options = {**call.options, "batch_size": int(sum(weights))}
+    if call.metric is None:
+        call = LogCall(call.name, _reduce(options.get("reduce_fx"), values, weights), options)
+    return _travelling(LogCall(call.name, call.value, options, call.metric))
+
+
+def _travelling(call: LogCall) -> LogCall:
+    """A call as it can be sent."""
+    if call.metric is not None:
+        return LogCall(
+            call.name, None, {**call.options, "metric_attribute": call.metric}, call.metric
+        )
+    value = move_data_to_device(call.value, torch.device("cpu"))
+    return LogCall(call.name, value, call.options)
+
+
+def _reduce(reduce_fx: Any, values: list[Any], weights: list[float]) -> Any:
+    """The batch's value, from those of its micro-batches."""
+    if len(values) == 1 or any(isinstance(value, Metric) for value in values):
+        return values[-1]
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    match name:
+        case "mean" | "avg":
+            total = sum(value * weight for value, weight in zip(values, weights, strict=True))
+            return total / sum(weights)
+        case "sum":
+            return sum(values)
+        case "max" | "min":
+            return (max if name == "max" else min)(values)
+    return reduce_fx(torch.stack([torch.as_tensor(value) for value in values]))

@@ -1,0 +1,66 @@
+"""What a training run came to, stage by stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage.
+
+    Attributes:
+        rank: The pipeline rank that held it.
+        layers: Names of its first and last layer, and how many there are.
+        parameters: Number of parameter elements.
+        peak_in_flight: Most micro-batches whose backward was still due at a time.
+    """
+
+    rank: int
+    layers: tuple[str, str, int]
+    parameters: int
+    peak_in_flight: int
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """A training run.
+
+    Attributes:
+        schedule: Its name.
+        num_microbatches: Per batch.
+        stages: In order.
+        predicted_bubble: Share of idle time, mean over the ranks, if all layers of a stage took
+            the measured share of time and communication none.
+        measured_bubble: Share of the rounds' time outside Forward and Backward, by rank.
+        rounds: Batches trained.
+    """
+
+    schedule: str
+    num_microbatches: int
+    stages: tuple[StageReport, ...]
+    predicted_bubble: float
+    measured_bubble: tuple[float, ...]
+    rounds: int
+
+    def __str__(self) -> str:
+        """A table for the terminal."""
+        lines = [
+            f"Pipeline: {self.schedule}, {len(self.stages)} stages, "
+            f"{self.num_microbatches} micro-batches, {self.rounds} batches",
+            f"{'stage':>5} {'rank':>5} {'layers':<34} {'parameters':>12} {'peak in flight':>15}",
+        ]
+        for index, stage in enumerate(self.stages):
+            first, last, count = stage.layers
+            names = first if count == 1 else f"{first} .. {last} ({count})"
+            lines.append(
+                f"{index:>5} {stage.rank:>5} {names:<34} {stage.parameters:>12,} "
+                f"{stage.peak_in_flight:>15}"
+            )
+        measured = sum(self.measured_bubble) / len(self.measured_bubble)
+        by_rank = ", ".join(f"{bubble:.1%}" for bubble in self.measured_bubble)
+        lines.append(
+            f"bubble: predicted {self.predicted_bubble:.1%}, measured {measured:.1%} "
+            f"(by rank {by_rank})"
+        )
+        return "\n".join(lines)

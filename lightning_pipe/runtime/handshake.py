@@ -1,0 +1,122 @@
+"""Agree with the neighbours on what a round works on, before any tensor of it moves.
+
+Every rank loads the batch by itself. At the start of a round a small message passes down the
+pipeline that says what the sender is about to do and a checksum of its data. A rank compares it
+with its own and raises instead of training on two halves of different batches.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.runtime.errors import PipelineError
+from lightning_pipe.runtime.transport import Channel, PendingObject, Transport, send_object
+
+_SAMPLES = 1024  # elements of each tensor that a checksum looks at
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a rank is about to do.
+
+    Attributes:
+        activity: As the user calls it, "training" or "validation".
+        loader: Names where the batch comes from.
+        batch: Number of the batch.
+        shapes: Hash of shapes and dtypes of all micro-batches.
+        data: Checksum of the batch.
+        arguments: Checksum of what the pipelined call gets for the first micro-batch.
+    """
+
+    activity: str
+    loader: str
+    batch: int
+    shapes: int
+    data: int
+    arguments: int
+
+
+class Handshake:
+    """Passes announcements down the pipeline.
+
+    Args:
+        transport: Connects the ranks.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._coming: PendingObject | None = None
+
+    def hear(self) -> Announcement | None:
+        """The previous rank's announcement of this round; ``None`` on the first rank."""
+        rank = self._transport.rank
+        if rank == 0:
+            return None
+        coming = self._coming or PendingObject(self._transport, Channel.CONTROL, rank - 1)
+        heard: Announcement = coming.wait()
+        self._coming = PendingObject(self._transport, Channel.CONTROL, rank - 1)  # the next
+        return heard
+
+    def say(self, mine: Announcement) -> None:
+        """Tell the next rank, if there is one."""
+        if self._transport.rank + 1 < self._transport.size:
+            send_object(self._transport, Channel.CONTROL, self._transport.rank + 1, mine)
+
+
+def compare(mine: Announcement, heard: Announcement, rank: int, arguments: bool) -> None:
+    """Raise unless two ranks are about to do the same.
+
+    Args:
+        mine: This rank's announcement.
+        heard: The previous rank's.
+        rank: This rank's place in the pipeline.
+        arguments: Whether ``mine.arguments`` is known already.
+
+    Raises:
+        PipelineError: They differ; says in what, and what to do.
+    """
+    ranks = f"Pipeline ranks {rank - 1} and {rank}"
+    if (heard.activity, heard.batch) != (mine.activity, mine.batch):
+        raise PipelineError(
+            f"{ranks} are not at the same place: {heard.activity} batch {heard.batch} and "
+            f"{mine.activity} batch {mine.batch}. All ranks of a pipeline must run the same "
+            f"batches of {mine.loader}: give its data the same length on every rank, and let no "
+            "rank skip a step or stop by itself."
+        )
+    if (heard.shapes, heard.data) != (mine.shapes, mine.data):
+        raise PipelineError(
+            f"{ranks} got different batches from {mine.loader} ({mine.activity} batch "
+            f"{mine.batch}). All ranks of a pipeline must load the same batches in the same "
+            "order: seed what the loader draws from (sampler, dataset, augmentation) alike on "
+            "every rank, and do not let it depend on the rank."
+        )
+    if arguments and heard.arguments != mine.arguments:
+        raise PipelineError(
+            f"{ranks} called the pipelined module with different arguments, though the batch of "
+            f"{mine.loader} is the same ({mine.activity} batch {mine.batch}). What the step does "
+            "before the call must not depend on the rank, nor draw random numbers from "
+            "generators of its own that are seeded differently."
+        )
+
+
+def checksum(values: Iterable[Any]) -> int:
+    """A checksum over up to 1024 elements of each tensor among ``values``."""
+    total = 0
+    for value in values:
+        if isinstance(value, Tensor) and value.numel() and not value.is_meta:
+            sample = torch.take(value.detach(), _sample_indices(value.numel(), value.device))
+            data = sample.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            total = zlib.crc32(data, total)
+    return total
+
+
+@lru_cache(maxsize=64)
+def _sample_indices(count: int, device: torch.device) -> Tensor:
+    return torch.linspace(0, count - 1, min(count, _SAMPLES), device=device).long()

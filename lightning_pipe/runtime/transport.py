@@ -1,0 +1,175 @@
+"""Move tensors between the ranks of one pipeline.
+
+A transport only carries tensors whose shapes both ends know. Channels are independent of each
+other; on one channel, what one rank sends to another arrives in order.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.runtime.errors import PeerLostError
+
+_FRAME_BYTES = 1024  # an object up to this size is one message
+
+
+class Channel(Enum):
+    """What travels apart from the rest, so that neither delays the other."""
+
+    CONTROL = "control"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+class Pending(Protocol):
+    """A receive that has been asked for."""
+
+    def wait(self) -> Tensor:
+        """The tensor that was sent; raises PeerLostError."""
+        ...
+
+
+class Transport(Protocol):
+    """One rank's end of the connections of a pipeline."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def send(self, channel: Channel, peer: int, tensor: Tensor) -> None:
+        """Start to send; returns at once. The tensor must not change until it has arrived."""
+        ...
+
+    def receive(
+        self, channel: Channel, peer: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Pending:
+        """Ask for the next tensor of a channel. Both ends must agree on shape and dtype."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all that was sent before the last call of this has arrived."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks, in place."""
+        ...
+
+
+def send_object(transport: Transport, channel: Channel, peer: int, value: Any) -> None:
+    """Send anything that can be pickled; small objects take one message."""
+    data = pickle.dumps(value)
+    head = len(data).to_bytes(8, "big") + data[: _FRAME_BYTES - 8]
+    frame = torch.frombuffer(bytearray(head.ljust(_FRAME_BYTES, b"\0")), dtype=torch.uint8)
+    transport.send(channel, peer, frame)
+    rest = data[_FRAME_BYTES - 8 :]
+    if rest:
+        transport.send(channel, peer, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+
+
+class PendingObject:
+    """A receive of an object; asked for on construction, of which ahead is faster."""
+
+    def __init__(self, transport: Transport, channel: Channel, peer: int) -> None:
+        self._receive: Callable[[int], Pending] = lambda size: transport.receive(
+            channel, peer, (size,), torch.uint8
+        )
+        self._frame = self._receive(_FRAME_BYTES)
+
+    def wait(self) -> Any:
+        """The object; raises PeerLostError."""
+        frame = bytes(self._frame.wait().cpu().numpy())
+        size, data = int.from_bytes(frame[:8], "big"), frame[8:]
+        if size > len(data):
+            data += bytes(self._receive(size - len(data)).wait().cpu().numpy())
+        return pickle.loads(data[:size])
+
+
+class LocalTransport:
+    """All ranks in one process, a thread each: for tests, and to study schedules.
+
+    Args:
+        rank: This end's.
+        hub: What the ends share; ``LocalHub(size)``.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, hub: LocalHub) -> None:
+        self.rank, self.size, self._hub = rank, hub.size, hub
+
+    def send(self, channel: Channel, peer: int, tensor: Tensor) -> None:
+        """See :class:`Transport`."""
+        self._hub.queues[channel, self.rank, peer].put(tensor.detach().clone())
+
+    def receive(
+        self, channel: Channel, peer: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Pending:
+        """See :class:`Transport`."""
+        return _PendingLocal(self._hub, (channel, peer, self.rank), shape, dtype)
+
+    def settle(self) -> None:
+        """See :class:`Transport`; nothing is ever under way."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See :class:`Transport`."""
+        hub = self._hub
+        hub.shared[self.rank] = tensor.clone()
+        hub.barrier.wait(hub.timeout)
+        total = torch.stack(hub.shared).sum(0)  # type: ignore[arg-type]
+        hub.barrier.wait(hub.timeout)
+        tensor.copy_(total)
+
+
+class LocalHub:
+    """The queues between the ranks of a :class:`LocalTransport`.
+
+    Args:
+        size: How many ranks.
+        timeout: Seconds after which a wait ends in an error.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size, self.timeout = size, timeout
+        ranks = range(size)
+        self.queues: dict[tuple[Channel, int, int], queue.SimpleQueue[Tensor]] = {
+            (channel, a, b): queue.SimpleQueue() for channel in Channel for a in ranks for b in ranks
+        }
+        self.shared: list[Tensor | None] = [None] * size
+        self.barrier = threading.Barrier(size)
+        self.failed = threading.Event()
+
+    def abort(self) -> None:
+        """Let every wait end in an error: a rank has failed."""
+        self.failed.set()
+        self.barrier.abort()
+
+
+class _PendingLocal:
+    def __init__(
+        self,
+        hub: LocalHub,
+        key: tuple[Channel, int, int],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        self._hub, self._key, self._expected = hub, key, (tuple(shape), dtype)
+
+    def wait(self) -> Tensor:
+        waited = 0.0
+        while not self._hub.failed.is_set() and waited < self._hub.timeout:
+            try:
+                tensor = self._hub.queues[self._key].get(timeout=0.2)
+            except queue.Empty:
+                waited += 0.2
+                continue
+            assert (tuple(tensor.shape), tensor.dtype) == self._expected, "the ends disagree"
+            return tensor
+        raise PeerLostError(f"rank {self._key[1]} sent nothing within {waited:.0f} s, or failed")

@@ -1,0 +1,62 @@
+"""Pipeline schedules as data: generate, lower, validate, simulate and draw them. Pure Python.
+
+``make_plan(name, placement, num_microbatches)`` gives the instructions of every rank for one batch.
+"""
+
+from __future__ import annotations
+
+from lightning_pipe.schedule.errors import ScheduleError
+from lightning_pipe.schedule.instructions import (
+    Backward,
+    Communication,
+    Compute,
+    Forward,
+    Instruction,
+    Receive,
+    ReceiveActivation,
+    ReceiveGradient,
+    Reduce,
+    Send,
+    SendActivation,
+    SendGradient,
+    Update,
+    dependencies,
+)
+from lightning_pipe.schedule.plan import accepts, make_plan
+from lightning_pipe.schedule.programs import Placement, Plan
+from lightning_pipe.schedule.progress import ReceiveModel
+from lightning_pipe.schedule.registry import SCHEDULES, Schedule, schedule_names
+from lightning_pipe.schedule.render import text_grid
+from lightning_pipe.schedule.simulate import Event, Timeline, simulate
+from lightning_pipe.schedule.validate import validate
+
+__all__ = [
+    "SCHEDULES",
+    "Backward",
+    "Communication",
+    "Compute",
+    "Event",
+    "Forward",
+    "Instruction",
+    "Placement",
+    "Plan",
+    "Receive",
+    "ReceiveActivation",
+    "ReceiveGradient",
+    "ReceiveModel",
+    "Reduce",
+    "Schedule",
+    "ScheduleError",
+    "Send",
+    "SendActivation",
+    "SendGradient",
+    "Timeline",
+    "Update",
+    "accepts",
+    "dependencies",
+    "make_plan",
+    "schedule_names",
+    "simulate",
+    "text_grid",
+    "validate",
+]

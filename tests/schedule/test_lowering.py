@@ -1,0 +1,157 @@
+"""Where sends, receives, reductions and updates go; every plan must run on the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lightning_pipe.schedule import (
+    SCHEDULES,
+    Backward,
+    Communication,
+    Forward,
+    Placement,
+    Plan,
+    Receive,
+    ReceiveActivation,
+    ReceiveGradient,
+    Reduce,
+    ScheduleError,
+    SendActivation,
+    SendGradient,
+    Update,
+    accepts,
+    make_plan,
+    validate,
+)
+
+OTHER_PLACEMENTS = [(0, 0, 1, 1), (0, 1, 1, 0), (1, 0, 2), (0, 1, 0, 2, 2, 1), (0, 0, 0)]
+
+
+def spelled(plan: Plan) -> list[str]:
+    return [" ".join(map(str, program)) for program in plan.programs]
+
+
+def all_shapes(most_ranks: int = 4, most_stages: int = 3) -> Iterator[tuple[str, Placement, int]]:
+    """Every schedule, with the counts that it takes: multiples of P up to 4P, and around them."""
+    for num_ranks in range(1, most_ranks + 1):
+        for stages_per_rank in range(1, most_stages + 1):
+            placement = Placement.round_robin(num_ranks, stages_per_rank)
+            multiples = [num_ranks * factor for factor in range(1, 5)]
+            for num_microbatches in sorted({1, num_ranks + 1, 2 * num_ranks - 1, *multiples}):
+                for schedule in SCHEDULES:
+                    if accepts(schedule, placement, num_microbatches):
+                        yield schedule, placement, num_microbatches
+
+
+def test_program_of_two_ranks() -> None:
+    assert spelled(make_plan("1f1b", Placement.round_robin(2), 2)) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0UPDATE",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1UPDATE",
+    ]
+
+
+def test_peers() -> None:
+    plan = make_plan("naive", Placement((1, 0)), 1)
+    assert plan.programs == (
+        (
+            ReceiveActivation(1, 0, peer=1),
+            Forward(1, 0),
+            Backward(1, 0),
+            SendGradient(1, 0, peer=1),
+            Reduce(1),
+            Update(1),
+        ),
+        (
+            Forward(0, 0),
+            SendActivation(0, 0, peer=0),
+            ReceiveGradient(0, 0, peer=0),
+            Backward(0, 0),
+            Reduce(0),
+            Update(0),
+        ),
+    )
+
+
+def test_forward_only_has_neither_gradients_nor_updates() -> None:
+    assert spelled(make_plan("forward", Placement.round_robin(2), 2)) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1",
+        "1RECV_F0 1F0 1RECV_F1 1F1",
+    ]
+
+
+def test_stages_reduce_as_soon_as_their_last_backward_is_done() -> None:
+    (program,) = spelled(make_plan("gpipe", Placement.round_robin(1, 2), 1))
+    assert program == "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0UPDATE 1UPDATE"
+
+
+def test_1f1b_sends_and_receives_in_one_exchange_in_the_steady_state() -> None:
+    program = spelled(make_plan("1f1b", Placement.round_robin(3), 4))[1]
+    assert "1F1 1SEND_F1 1RECV_B0 1B0 1SEND_B0 1RECV_F2 1F2 1SEND_F2 1RECV_B1 1B1" in program
+
+
+def test_every_plan_runs(broken: Callable[..., str]) -> None:
+    count = 0
+    for schedule, placement, num_microbatches in all_shapes(most_ranks=6, most_stages=4):
+        for receive_model in ("posted", "rendezvous"):
+            plan = make_plan(schedule, placement, num_microbatches, receive_model)
+            problem = broken(plan, receive_model)
+            assert not problem, (schedule, placement, num_microbatches, receive_model, problem)
+            count += 1
+    assert count == 876
+
+
+@pytest.mark.parametrize("rank_of", OTHER_PLACEMENTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "forward"])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_f_then_b_runs_on_any_placement(
+    schedule: str, rank_of: tuple[int, ...], num_microbatches: int, broken: Callable[..., str]
+) -> None:
+    for receive_model in ("posted", "rendezvous"):
+        plan = make_plan(schedule, Placement(rank_of), num_microbatches, receive_model)
+        assert not broken(plan, receive_model)
+
+
+def test_a_posted_receive_is_never_waited_for_by_a_compute_that_does_not_need_it() -> None:
+    for schedule, placement, num_microbatches in all_shapes():
+        for program in make_plan(schedule, placement, num_microbatches).programs:
+            for receive, user in zip(program, program[1:], strict=False):
+                if isinstance(receive, Receive):
+                    needed_by = Forward if isinstance(receive, ReceiveActivation) else Backward
+                    assert user == needed_by(receive.stage, receive.microbatch)
+
+
+def test_rendezvous_changes_nothing_with_one_stage_per_rank() -> None:
+    for schedule, placement, num_microbatches in all_shapes():
+        if placement.num_stages == placement.num_ranks:
+            posted = make_plan(schedule, placement, num_microbatches)
+            assert make_plan(schedule, placement, num_microbatches, "rendezvous") == posted
+
+
+def test_rendezvous_keeps_the_order_of_everything_but_receives() -> None:
+    for schedule, placement, num_microbatches in all_shapes():
+        plans = (
+            make_plan(schedule, placement, num_microbatches, "posted"),
+            make_plan(schedule, placement, num_microbatches, "rendezvous"),
+        )
+        posted, paired = (
+            [[x for x in program if not isinstance(x, Receive)] for program in plan.programs]
+            for plan in plans
+        )
+        assert posted == paired
+
+
+def test_interleaved_needs_its_own_lowering_under_rendezvous(broken: Callable[..., str]) -> None:
+    """Otherwise rank 1 holds on to a gradient that rank 0 takes only after its next activation."""
+    plan = make_plan("interleaved", Placement.round_robin(2, 2), 4)
+    assert broken(plan, "rendezvous") == "deadlock"
+    with pytest.raises(ScheduleError, match="a deadlock"):
+        validate(plan, "rendezvous")
+
+
+def test_communication_is_between_different_ranks() -> None:
+    for schedule, placement, num_microbatches in all_shapes():
+        plan = make_plan(schedule, placement, num_microbatches)
+        for rank, program in enumerate(plan.programs):
+            assert all(x.peer != rank for x in program if isinstance(x, Communication))

@@ -1,0 +1,113 @@
+"""The simulator against closed forms that do not come from it."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+
+from lightning_pipe.schedule import (
+    Backward,
+    Forward,
+    Placement,
+    Plan,
+    ReceiveActivation,
+    ScheduleError,
+    accepts,
+    make_plan,
+    simulate,
+)
+
+RANKS = [1, 2, 3, 4, 6]
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("P", RANKS)
+def test_bubble_and_in_flight(schedule: str, P: int) -> None:
+    for m in range(1, 4 * P + 1):
+        if not accepts(schedule, Placement.round_robin(P), m):
+            continue
+        timeline = simulate(make_plan(schedule, Placement.round_robin(P), m), 1.0, 2.0)
+        assert timeline.makespan == 3 * (m + P - 1)
+        assert timeline.busy == (3.0 * m,) * P
+        assert timeline.bubble == pytest.approx([(P - 1) / (m + P - 1)] * P, abs=1e-12)
+        assert timeline.mean_bubble == pytest.approx((P - 1) / (m + P - 1), abs=1e-12)
+        expected = [min(P - s, m) if schedule == "1f1b" else m for s in range(P)]
+        assert timeline.peak_in_flight == tuple(expected)
+
+
+@pytest.mark.parametrize("P", RANKS)
+@pytest.mark.parametrize("v", [2, 3, 4])
+def test_interleaved_bubble(P: int, v: int) -> None:
+    for m in range(P, 4 * P + 1, P):
+        timeline = simulate(make_plan("interleaved", Placement.round_robin(P, v), m), 1.0, 2.0)
+        assert timeline.makespan == 3 * (v * m + P - 1)
+        assert timeline.mean_bubble == pytest.approx((P - 1) / (v * m + P - 1), abs=1e-12)
+        for rank, program in enumerate(timeline.plan.programs):
+            warm_up = (P - rank - 1) * 2 + (v - 1) * P
+            changes = (isinstance(x, Forward) - isinstance(x, Backward) for x in program)
+            assert max(accumulate(changes)) == min(warm_up + 1, m * v)
+        assert timeline.peak_in_flight[0] == min(m, 2 * P)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_f_then_b_over_several_stages_per_rank_has_the_interleaved_bubble(v: int) -> None:
+    for m in range(4, 14):
+        timeline = simulate(make_plan("gpipe", Placement.round_robin(4, v), m))
+        assert timeline.makespan == 3 * (v * m + 3)
+
+
+def test_forward_only_keeps_nothing() -> None:
+    timeline = simulate(make_plan("forward", Placement.round_robin(3), 5))
+    assert timeline.makespan == 7
+    assert timeline.peak_in_flight == (0, 0, 0)
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_latency_shows_once_per_hop_and_direction_in_gpipe(P: int) -> None:
+    timeline = simulate(make_plan("gpipe", Placement.round_robin(P), 4), communication=0.25)
+    assert timeline.makespan == 3 * (4 + P - 1) + 2 * (P - 1) * 0.25
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    plan = make_plan("gpipe", Placement.round_robin(3), 8)
+    timeline = simulate(plan, forward=[1.0, 4.0, 1.0], backward=[2.0, 8.0, 2.0])
+    assert timeline.makespan == (1 + 8 * 4 + 1) + (2 + 8 * 8 + 2)
+    assert timeline.busy == (24.0, 96.0, 24.0)
+
+
+def test_events_of_two_ranks() -> None:
+    timeline = simulate(make_plan("naive", Placement.round_robin(2), 1), communication=0.5)
+    spans = {str(event.instruction): (event.start, event.end) for event in timeline.events}
+    assert spans == {
+        "0F0": (0.0, 1.0),
+        "0SEND_F0": (1.0, 1.0),
+        "1RECV_F0": (0.0, 1.5),
+        "1F0": (1.5, 2.5),
+        "1B0": (2.5, 4.5),
+        "1SEND_B0": (4.5, 4.5),
+        "1REDUCE_GRAD": (4.5, 4.5),
+        "1UPDATE": (4.5, 4.5),
+        "0RECV_B0": (1.0, 5.0),
+        "0B0": (5.0, 7.0),
+        "0REDUCE_GRAD": (7.0, 7.0),
+        "0UPDATE": (7.0, 7.0),
+    }
+
+
+def test_free_computes_have_no_bubble() -> None:
+    plan = make_plan("gpipe", Placement.round_robin(2), 2)
+    assert simulate(plan, forward=0.0, backward=0.0).bubble == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("forward", [[1.0], [1.0, 2.0, 3.0], -1.0, [1.0, -1.0], []])
+def test_costs_that_do_not_fit(forward: float | list[float]) -> None:
+    with pytest.raises(ValueError, match="must be one cost, or 2, none below 0"):
+        simulate(make_plan("gpipe", Placement.round_robin(2), 2), forward=forward)
+
+
+def test_a_plan_that_cannot_complete() -> None:
+    placement = Placement.round_robin(2)
+    plan = Plan("mine", placement, 1, ((), (ReceiveActivation(1, 0, peer=0), Forward(1, 0))))
+    with pytest.raises(ScheduleError, match="cannot complete"):
+        simulate(plan)
