@@ -25,7 +25,7 @@ def _register(schedule: str, stages_per_rank: int = 1) -> None:
     def create(**kwargs: Any) -> Any:
         from lightning_pipe.strategy import PipelineStrategy
 
-        return PipelineStrategy(schedule=schedule, stages_per_rank=stages_per_rank, **kwargs)  # type: ignore[arg-type]
+        return PipelineStrategy(schedule=schedule, stages_per_rank=stages_per_rank, **kwargs)
 
     name = f"pipe_{schedule}"
     if name not in StrategyRegistry.available_strategies():

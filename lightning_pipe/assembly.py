@@ -77,6 +77,7 @@ class Assembly:
         self._first_batch = True
         outside = outside_parameters(root, self._found)
         self.shared: list[nn.Parameter] = [parameter for _, parameter in outside]
+        self.module = self._found.module
         self.pipeline: Pipeline | None = None
 
     def shard(self) -> None:
@@ -106,7 +107,7 @@ class Assembly:
                 self._placement.num_stages,
                 [found.layers[layer] for layer in where],
                 where.start,
-                [self._keywords(layer) for layer in where],
+                self._keywords,
                 settings.activation_checkpointing,
                 random_states,
             )
@@ -174,10 +175,10 @@ class Assembly:
             measured[0].rounds,
         )
 
-    def _keywords(self, layer: int) -> frozenset[str]:
+    def _keywords(self, layer: nn.Module, num_positional: int) -> frozenset[str]:
         if not self._found.keywords:
             return frozenset()
-        return keyword_names(self._found.layers[layer], 0 if layer == 0 else 1)
+        return keyword_names(layer, num_positional)
 
     def _program(self, kind: Literal["training", "evaluation"], count: int) -> Program:
         schedule = "forward" if kind == "evaluation" else self._schedule_for(count)
@@ -213,15 +214,16 @@ class Assembly:
 
 
 class _CheckedOnce:
-    """Looks at the first call before it answers it."""
+    """Looks at the first call in each mode before it answers it."""
 
     def __init__(self, pipeline: Pipeline, assembly: Assembly) -> None:
         self._pipeline, self._assembly = pipeline, assembly
-        self._unchecked = True
+        self._checked_modes: set[bool] = set()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`~lightning_pipe.runtime.call.Callee`."""
-        if self._unchecked:
+        training = self._assembly.module.training
+        if training not in self._checked_modes:
             self._assembly.check_call(args, kwargs)
-            self._unchecked = False
+            self._checked_modes.add(training)
         return self._pipeline.call(args, kwargs)

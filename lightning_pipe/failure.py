@@ -10,63 +10,93 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Sequence
-from subprocess import Popen
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.distributed import distributed_c10d
+
+from lightning_pipe.runtime.errors import PeerLostError
+from lightning_pipe.trainer_patches import stop_child_observer
 
 _KEY = "lightning_pipe/failure"
 _REPORT_WAIT_S = 2.0  # for the report of a rank whose connection closed
 _CHILDREN_WAIT_S = 6.0  # for the children to say what they have to say
 
 
-class FailureReports:
-    """The one report of a run, in the process group's store.
+class FailureGuard:
+    """Watches over one rank of a run.
 
-    Args:
-        rank: This process's, in the world.
-        place: Where this rank is in the pipeline, for the report.
+    Attributes:
+        failed: Whether this rank or another one has failed: nothing collective works any more.
     """
 
-    def __init__(self, rank: int, place: str) -> None:
-        self._rank, self._place = rank, place
-        self._store: Any = distributed_c10d._get_default_store()
+    def __init__(self) -> None:
+        self.failed = False
+        self._rank = self._num_ranks = 0
+        self._store: Any = None
 
-    def publish(self, error: BaseException) -> None:
+    def connect(self, rank: int, num_ranks: int) -> None:
+        """Use the store of the process group, once there is one."""
+        self._rank, self._num_ranks = rank, num_ranks
+        self._store = distributed_c10d._get_default_store()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let no rank wait for this one if it fails inside, and let all say why."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """This rank is about to end with an error."""
+        if self.failed:
+            return
+        self.failed = True
+        if self._store is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return
+        consequence = isinstance(error, PeerLostError) or "gloo" in str(error)
+        report = self._report_of_another_rank() if consequence else None
+        if report is None:
+            self._publish(error)
+        else:
+            error.add_note(f"\nThe cause is on another rank. {report}")
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+    def end_children(self, launcher: object) -> None:
+        """Give the ranks that this process launched some seconds to end, then end them."""
+        if not self.failed or not isinstance(launcher, _SubprocessScriptLauncher):
+            return
+        stop_child_observer()
+        until = time.monotonic() + _CHILDREN_WAIT_S
+        while any(child.poll() is None for child in launcher.procs) and time.monotonic() < until:
+            time.sleep(0.05)
+        for child in launcher.procs:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+
+    def _publish(self, error: BaseException) -> None:
         """Leave this rank's report, unless another rank was first."""
         text = "".join(traceback.format_exception(error))
-        report = f"rank {self._rank} ({self._place}) failed:\n{text}"
+        report = f"Rank {self._rank} of {self._num_ranks} failed:\n{text}"
         with contextlib.suppress(RuntimeError):  # the store is gone with rank 0
             if not self._store.check([_KEY]):
                 self._store.set(_KEY, report)
 
-    def of_another_rank(self, wait: float = _REPORT_WAIT_S) -> str | None:
+    def _report_of_another_rank(self) -> str | None:
         """The report that another rank left; waits a moment for one that is being written."""
-        until = time.monotonic() + wait
+        until = time.monotonic() + _REPORT_WAIT_S
         with contextlib.suppress(RuntimeError):
             while not self._store.check([_KEY]):
                 if time.monotonic() > until:
                     return None
                 time.sleep(0.05)
             report = str(self._store.get(_KEY).decode())
-            return None if report.startswith(f"rank {self._rank} ") else report
+            return None if report.startswith(f"Rank {self._rank} ") else report
         return None
-
-
-def drop_connections() -> None:
-    """Close the connections to all other ranks, so that none waits for this one."""
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
-
-
-def end_children(children: Sequence[Popen[bytes]]) -> None:
-    """Let child processes end by themselves for some seconds, then kill them."""
-    until = time.monotonic() + _CHILDREN_WAIT_S
-    while any(child.poll() is None for child in children) and time.monotonic() < until:
-        time.sleep(0.05)
-    for child in children:
-        if child.poll() is None:
-            child.kill()
-            child.wait()

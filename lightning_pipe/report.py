@@ -30,8 +30,8 @@ class PipelineReport:
         schedule: Its name.
         num_microbatches: Per batch.
         stages: In order.
-        predicted_bubble: Share of idle time, mean over the ranks, if all layers of a stage took
-            the measured share of time and communication none.
+        predicted_bubble: Share of idle time, mean over the ranks, if all stages took the same
+            time, a backward twice that of a forward, and communication none.
         measured_bubble: Share of the rounds' time outside Forward and Backward, by rank.
         rounds: Batches trained.
     """

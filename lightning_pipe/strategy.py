@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipe import checks, failure
+from lightning_pipe import checks
 from lightning_pipe.assembly import Assembly, Settings
 from lightning_pipe.checkpoint import consolidate, own_optimizer_state
 from lightning_pipe.clipping import clip_over_pipeline
 from lightning_pipe.data import load_alike
+from lightning_pipe.failure import FailureGuard
+from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.relay import StepLogs
 from lightning_pipe.report import PipelineReport
 from lightning_pipe.runtime.distributed_transport import GlooTransport
-from lightning_pipe.runtime.errors import PeerLostError
 from lightning_pipe.runtime.mesh import make_mesh, on_loopback
 from lightning_pipe.runtime.microbatch import find_batch_size
-from lightning_pipe.runtime.pipeline import Pipeline, TrainingResult
+from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
-from lightning_pipe.trainer_patches import stop_child_observer
+from lightning_pipe.runtime.training import TrainingResult
 
-T = TypeVar("T")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class PipelineStrategy(ParallelStrategy):
+class PipelineStrategy(PipelineProcesses):
     """Train a LightningModule whose layers are spread over the ranks, as one device would.
 
     The module needs no change: its layers are those of its ``nn.Sequential``, or those that it
@@ -109,7 +106,9 @@ class PipelineStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        checks.check_arguments({k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        checks.check_arguments(
+            {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        )
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
@@ -124,17 +123,13 @@ class PipelineStrategy(ParallelStrategy):
         )
         self._pipeline_parallel_size = pipeline_parallel_size
         self._timeout = timeout
-        self._num_nodes = 1
         self._num_ranks = 1
         self._assembly: Assembly | None = None
         self._result: TrainingResult | None = None  # withheld until backward
         self._logs: StepLogs | None = None
         self._batch_size: int | None = None
-        self._reports: failure.FailureReports | None = None
-        self._failed = False
+        self._guard = FailureGuard()
         self.report: PipelineReport | None = None
-
-    # ------------------------------------------------------------- what a ParallelStrategy must be
 
     def __repr__(self) -> str:
         """Shown by a Trainer that does not know this class."""
@@ -145,86 +140,11 @@ class PipelineStrategy(ParallelStrategy):
         )
 
     @property
-    def is_distributed(self) -> bool:
-        """Whether ranks load different data: no replicas, so no, and samplers stay as they are."""
-        return False
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """On this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a pipeline load the same."""
-        return {"num_replicas": 1, "rank": 0}
-
-    @property
     def pipeline(self) -> Pipeline:
         """This rank's end of the pipeline; there is one from setup to teardown."""
         assert self._assembly is not None
         assert self._assembly.pipeline is not None
         return self._assembly.pipeline
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment where this process is."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
-        )
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized():
-            dist.barrier()
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Give one rank's object to all."""
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    def reduce(
-        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Any:
-        """Reduce over the data-parallel replicas, of which there is one: nothing to do."""
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any) say so."""
-        if not dist.is_initialized():
-            return decision
-        votes = torch.tensor(int(decision))
-        dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(votes)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the data-parallel replicas, of which there is one: as on one device."""
-        return tensor
 
     # --------------------------------------------------------------------------- setup and teardown
 
@@ -246,10 +166,9 @@ class PipelineStrategy(ParallelStrategy):
             module._device_mesh = make_mesh(torch.device("cpu"), self._num_ranks)
             pipelines = [list(range(self._num_ranks))]
             self._transport = GlooTransport(pipelines, self.root_device, self._timeout)
-        self._failed, self._assembly = False, None
-        self._reports = failure.FailureReports(
-            self.global_rank, f"pipeline rank {self.global_rank} of {self._num_ranks}"
-        )
+        self._assembly = None
+        self._guard = FailureGuard()
+        self._guard.connect(self.global_rank, self._num_ranks)
         if not is_overridden("configure_model", module):
             self._shard()
 
@@ -319,8 +238,10 @@ class PipelineStrategy(ParallelStrategy):
             self._logs.close()
             self._logs = None
         if self._assembly is not None and self._assembly.pipeline is not None:
-            with self._reporting():
-                self._assembly.disconnect(collect=not self._failed)
+            with self._guard.watching():
+                self._assembly.disconnect(collect=not self._guard.failed)
+                self.barrier("all messages have arrived")
+                self._transport.close()
         super().teardown()
 
     # ------------------------------------------------------------------------------------- training
@@ -340,7 +261,7 @@ class PipelineStrategy(ParallelStrategy):
             with logs.microbatch(microbatch), self.precision_plugin.train_step_context():
                 return module.training_step(microbatch, *args)
 
-        with self._reporting():
+        with self._guard.watching():
             assembly.check_batch(batch)
             self._batch_size = self._batch_size or find_batch_size(batch)
             self._free_spent_gradients(module)
@@ -371,13 +292,12 @@ class PipelineStrategy(ParallelStrategy):
         loss: Tensor = self.precision_plugin.pre_backward(closure_loss, module)
         self._result.deliver(1 / module.trainer.accumulate_grad_batches)
         self._result = None
-        loss = self.precision_plugin.post_backward(loss, module)
-        return loss
+        return self.precision_plugin.post_backward(loss, module)
 
     def on_train_end(self) -> None:
         """Put the ranks' measurements together."""
         assert self._assembly is not None
-        with self._reporting():
+        with self._guard.watching():
             measured: list[Any] = [None] * self.world_size
             dist.all_gather_object(measured, self.pipeline.measured)
             self.report = self._assembly.report(measured, self._batch_size)
@@ -388,7 +308,9 @@ class PipelineStrategy(ParallelStrategy):
         """Run the user's step; its pipelined calls go through the stages."""
         assert self.lightning_module is not None
         step = self.lightning_module.validation_step
-        return self._evaluate("validation", "val", self.precision_plugin.val_step_context, step, args)
+        return self._evaluate(
+            "validation", "val", self.precision_plugin.val_step_context, step, args
+        )
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
@@ -413,15 +335,14 @@ class PipelineStrategy(ParallelStrategy):
     ) -> Any:
         assert self._logs is not None
         number = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
-        output = None
         with (
-            self._reporting(),
+            self._guard.watching(),
             context(),
             self._logs.evaluation_step(self._settings.evaluation_outputs),
             self.pipeline.evaluating(activity, f"{prefix}_dataloader", number),
         ):
-            output = step(*args)
-        return output
+            return step(*args)
+        return None  # this rank's stage has left the step
 
     def on_validation_start(self) -> None:
         """Prepare to share logged values where only the last rank has outputs."""
@@ -464,45 +385,14 @@ class PipelineStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
     ) -> None:
         """Write one ordinary checkpoint, on rank 0. Collective."""
-        if self._failed:
+        if self._guard.failed:
             rank_zero_warn(f"{filepath} was not written: a rank of the pipeline has failed.")
             return
-        with self._reporting():
+        with self._guard.watching():
             consolidate(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    # ------------------------------------------------------------------------------------- failures
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Let no rank wait for this one if it fails, and let all say why."""
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: BaseException) -> None:
-        if self._failed or self._reports is None:
-            return
-        self._failed = True
-        consequence = isinstance(error, PeerLostError) or "gloo" in str(error)
-        report = self._reports.of_another_rank() if consequence else None
-        if report is None:
-            self._reports.publish(error)
-        else:
-            error.add_note(f"\nThe cause is on another rank. {report}")
-        failure.drop_connections()
-
     def on_exception(self, exception: BaseException) -> None:
         """End the other ranks, and let them speak first."""
-        if isinstance(exception, (KeyboardInterrupt, SystemExit)):
-            self._failed = True
-            return
-        self._fail(exception)
-        launcher = self.launcher
-        if isinstance(launcher, _SubprocessScriptLauncher) and launcher.procs:
-            stop_child_observer()
-            failure.end_children(launcher.procs)
+        self._guard.fail(exception)
+        self._guard.end_children(self.launcher)

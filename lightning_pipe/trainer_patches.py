@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import lightning
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch import __version__ as lightning_version
 
 
 def before_dataloader_results(trainer: Trainer, flush: Callable[[], None]) -> Callable[[], None]:
@@ -56,7 +56,7 @@ def _existing(owner: Any, name: str) -> Any:
     value = getattr(owner, name, _MISSING)
     if value is _MISSING:
         raise RuntimeError(
-            f"lightning {lightning_version} has no {type(owner).__name__}.{name}, which "
+            f"lightning {lightning.__version__} has no {type(owner).__name__}.{name}, which "
             "lightning_pipe relies on. Use a version that it was tried with: lightning>=2.6,<2.7."
         )
     return value

@@ -168,7 +168,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _change_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
     if is_traceable_wrapper_subclass(tensor):  # `.data =` would leave a DTensor's local part behind
         twin = empty_twin(tensor, torch.device("meta"), dtype)
-        torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(tensor, twin)
     else:
         tensor.data = tensor.data.to(dtype)
 

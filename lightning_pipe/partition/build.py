@@ -35,9 +35,8 @@ def shard(found: PipelinedLayers, owned: Collection[int]) -> None:
         raise RuntimeError(
             f"layers {lost} were freed by an earlier call of shard: make them present first"
         )
-    own = {
-        id(found.layers[i]) for i in owned
-    }  # by object: an nn.Sequential may hold one module twice
+    # By object, not by index: an nn.Sequential may hold one module twice.
+    own = {id(found.layers[i]) for i in owned}
     others = [(n, m) for n, m in zip(found.names, found.layers, strict=True) if id(m) not in own]
     keep: set[int] = set()
     for _, module in _modules_outside(found.root, [layer for _, layer in others]):

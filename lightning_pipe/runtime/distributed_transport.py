@@ -85,6 +85,12 @@ class GlooTransport:
             raise PeerLostError(f"reducing over the pipeline: {error}") from error
         tensor.copy_(host)
 
+    def close(self) -> None:
+        """Give the connections up. All that was sent must have arrived, on all ranks."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups = {}
+
 
 class _PendingGloo:
     __slots__ = ("_buffer", "_peer", "_transport", "_work")

@@ -97,28 +97,12 @@ class Executor:
         for instruction in program:
             began = time.perf_counter()
             try:
-                match instruction:
-                    case ReceiveActivation(stage, microbatch, peer):
-                        state.receive_activation((stage, microbatch), peer)
-                    case Forward(stage, microbatch):
-                        state.forward((stage, microbatch), work)
-                        busy += time.perf_counter() - began
-                    case SendActivation(stage, microbatch, peer):
-                        state.send_activation((stage + 1, microbatch), peer)
-                    case ReceiveGradient(stage, microbatch, peer):
-                        state.receive_gradient((stage, microbatch), peer)
-                    case Backward(stage, microbatch):
-                        state.backward((stage, microbatch))
-                        busy += time.perf_counter() - began
-                    case SendGradient(stage, microbatch, peer):
-                        state.send_gradient((stage - 1, microbatch), peer)
-                    case Reduce(stage):
-                        work.reduce(stage)
-                    case Update(stage):
-                        work.update(stage)
+                state.execute(instruction, work)
             except Exception as error:
                 _say_where(error, instruction)
                 raise
+            if isinstance(instruction, (Forward, Backward)):
+                busy += time.perf_counter() - began
         self.measured.wall += time.perf_counter() - start
         self.measured.busy += busy
         self.measured.rounds += 1
@@ -137,6 +121,26 @@ class _State:
         self._roots: dict[Key, Tensor | list[GradientEdge]] = {}  # of the graphs in flight
         self._in_flight: Counter[int] = Counter()
         self.peak: dict[int, int] = defaultdict(int)
+
+    def execute(self, instruction: Instruction, work: Work) -> None:
+        """Give an instruction its meaning."""
+        match instruction:
+            case ReceiveActivation(stage, microbatch, peer):
+                self.receive_activation((stage, microbatch), peer)
+            case Forward(stage, microbatch):
+                self.forward((stage, microbatch), work)
+            case SendActivation(stage, microbatch, peer):
+                self.send_activation((stage + 1, microbatch), peer)
+            case ReceiveGradient(stage, microbatch, peer):
+                self.receive_gradient((stage, microbatch), peer)
+            case Backward(stage, microbatch):
+                self.backward((stage, microbatch))
+            case SendGradient(stage, microbatch, peer):
+                self.send_gradient((stage - 1, microbatch), peer)
+            case Reduce(stage):
+                work.reduce(stage)
+            case Update(stage):
+                work.update(stage)
 
     def forward(self, key: Key, work: Work) -> None:
         stage, microbatch = key

@@ -20,6 +20,8 @@ from lightning_pipe.runtime.errors import PipelineError
 from lightning_pipe.runtime.transport import Channel, PendingObject, Transport, send_object
 
 _SAMPLES = 1024  # elements of each tensor that a checksum looks at
+# `torch.take` knows no unsigned integers but bytes.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,22 @@ def checksum(values: Iterable[Any]) -> int:
     """A checksum over up to 1024 elements of each tensor among ``values``."""
     total = 0
     for value in values:
-        if isinstance(value, Tensor) and value.numel() and not value.is_meta:
-            sample = torch.take(value.detach(), _sample_indices(value.numel(), value.device))
+        if isinstance(value, Tensor) and _has_elements(value):
+            value = value.detach().resolve_conj().resolve_neg()
+            if value.dtype in _SIGNED:
+                value = value.view(_SIGNED[value.dtype])
+            sample = torch.take(value, _sample_indices(value.numel(), value.device))
             data = sample.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             total = zlib.crc32(data, total)
     return total
 
 
+def _has_elements(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_meta and value.numel() > 0
+
+
 @lru_cache(maxsize=64)
 def _sample_indices(count: int, device: torch.device) -> Tensor:
-    return torch.linspace(0, count - 1, min(count, _SAMPLES), device=device).long()
+    # Single precision would round the last index up, past the end of a large tensor.
+    spread = torch.linspace(0, count - 1, min(count, _SAMPLES), dtype=torch.float64)
+    return spread.long().to(device)

@@ -109,7 +109,9 @@ class Mailbox:
         spec = self._known[name]
         assert message.pending is not None
         tensors: list[Tensor | None] = [
-            pending.wait() if pending else torch.empty(leaf.shape, dtype=leaf.dtype)
+            pending.wait()
+            if pending
+            else torch.empty(leaf.shape, dtype=leaf.dtype, device=self._transport.device)
             for pending, leaf in zip(message.pending, spec.tensors, strict=True)
         ]
         constants = PendingObject(self._transport, *route).wait() if spec.has_constants else []

@@ -5,13 +5,15 @@ Lightning's: dimension 0 of the first tensor found. What is cut, along dimension
 ``min(num_microbatches, N)`` pieces of nearly equal size:
 
 * tensors whose dimension 0 is N;
-* lists of length N that hold one item per sample (no tensor inside has N rows itself).
+* lists of length N that hold one item per sample (no tensor inside has N rows itself), and tuples
+  of N strings, into which torch's ``default_collate`` puts texts.
 
 Everything else, scalars included, is shared by all micro-batches.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -86,14 +88,21 @@ def _split(value: Any, batch_size: int, sizes: list[int]) -> list[Any]:
     """One piece of ``value`` for each micro-batch."""
     if isinstance(value, Tensor):
         if value.ndim and value.shape[0] == batch_size:
-            return list(value.split(sizes))
-    elif isinstance(value, list) and len(value) == batch_size and not _has_rows(value, batch_size):
+            return list(torch.split(value, sizes))
+    elif _has_items(value, batch_size):
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return [value[start : start + size] for start, size in zip(starts, sizes, strict=True)]
     elif children := _children(value):
         split = [_split(child, batch_size, sizes) for child in children]
         return [_rebuild(value, pieces) for pieces in zip(*split, strict=True)]
     return [value] * len(sizes)
+
+
+def _has_items(value: Any, batch_size: int) -> bool:
+    if isinstance(value, list):
+        return len(value) == batch_size and not _has_rows(value, batch_size)
+    texts = type(value) is tuple and all(isinstance(item, (str, bytes)) for item in value)
+    return texts and len(value) == batch_size
 
 
 def _has_rows(value: Any, batch_size: int) -> bool:
@@ -105,7 +114,7 @@ def _has_rows(value: Any, batch_size: int) -> bool:
 def _rebuild(like: Any, children: Sequence[Any]) -> Any:
     """A container as ``like``, which holds ``children``."""
     if isinstance(like, dict):
-        rebuilt = like.copy()  # keeps the type, a default factory and the order
+        rebuilt = copy.copy(like)  # keeps the type, a default factory and the order
         rebuilt.update(zip(like, children, strict=True))
         return rebuilt
     if isinstance(like, Mapping):
@@ -140,23 +149,10 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     if len(outputs) == 1:
         return first
     if isinstance(first, Tensor):
-        if first.ndim and all(len(o) == size for o, size in zip(outputs, sizes, strict=True)):
-            return torch.cat(list(outputs))
-        if first.ndim == 0 and first.is_floating_point():
-            weighted = [output * size for output, size in zip(outputs, sizes, strict=True)]
-            return torch.stack(weighted).sum(0) / sum(sizes)
-        if all(torch.equal(first, other) for other in outputs):
-            return first
-        shapes = [tuple(output.shape) for output in outputs]
-        raise MisconfigurationException(
-            f"The outputs of the micro-batches have shapes {shapes} for {list(sizes)} samples: "
-            "they are not rows of samples, and differ, so no output of the whole batch follows "
-            "from them. Return one row per sample, or use `num_microbatches=1`."
-        )
-    lengths = [len(o) for o in outputs] if isinstance(first, list) else []
-    if lengths == list(sizes) and not any(_has_rows(o, s) for o, s in zip(outputs, sizes)):  # noqa: B905
+        return _join_tensors(outputs, sizes)
+    if isinstance(first, list) and _one_item_per_sample(outputs, sizes):
         return [item for output in outputs for item in output]
-    if children := _children(first):
+    if _children(first):
         columns = zip(*map(_children, outputs), strict=True)
         return _rebuild(first, [join_outputs(column, sizes) for column in columns])
     if any(other != first for other in outputs):
@@ -165,3 +161,26 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             f"{list(outputs)!r:.200}. Return it as a tensor, or use `num_microbatches=1`."
         )
     return first
+
+
+def _join_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    first = outputs[0]
+    if first.ndim and all(len(o) == size for o, size in zip(outputs, sizes, strict=True)):
+        return torch.cat(list(outputs))
+    if first.ndim == 0 and first.is_floating_point():
+        weighted = [output * size for output, size in zip(outputs, sizes, strict=True)]
+        return torch.stack(weighted).sum(0) / sum(sizes)
+    if all(torch.equal(first, other) for other in outputs):
+        return first
+    shapes = [tuple(output.shape) for output in outputs]
+    raise MisconfigurationException(
+        f"The outputs of the micro-batches have shapes {shapes} for {list(sizes)} samples: they "
+        "are not rows of samples, and differ, so no output of the whole batch follows from them. "
+        "Return one row per sample, or use `num_microbatches=1`."
+    )
+
+
+def _one_item_per_sample(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    return [len(output) for output in outputs] == list(sizes) and not any(
+        _has_rows(output, size) for output, size in zip(outputs, sizes, strict=True)
+    )

@@ -125,7 +125,7 @@ class Entrance:
 
     def enter(self) -> list[Tensor]:
         """The tensors, which require gradients now; :attr:`gradients` is filled by backward."""
-        entered: tuple[Tensor, ...] = _Enter.apply(_ANCHOR, self)
+        entered: tuple[Tensor, ...] = _Enter.apply(_ANCHOR, self)  # type: ignore[no-untyped-call]
         return list(entered)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,43 +20,12 @@ from lightning_pipe.runtime.mailbox import Key, Mailbox, Route
 from lightning_pipe.runtime.microbatch import join_outputs, leaves_of, split_batch
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Stage
-from lightning_pipe.runtime.training import Gradients, Step, TrainingRound
+from lightning_pipe.runtime.training import Step, TrainingResult, TrainingRound
 from lightning_pipe.runtime.transport import Channel, PendingObject, Transport, send_object
 from lightning_pipe.schedule.instructions import ReceiveActivation, ReceiveGradient
 
 Split = Callable[[Any, int], tuple[list[Any], list[int]]]
 PlanFor = Callable[[Literal["training", "evaluation"], int], Program]
-
-
-@dataclass
-class TrainingResult:
-    """What a batch of training came to, equal on all ranks.
-
-    Attributes:
-        loss: The batch's mean, a scalar without gradient.
-        weight: Sum of the weights that the gradients must be divided by.
-        own_weight: Whether the step gave weights of its own.
-        attachment: What the last rank added, see :meth:`Pipeline.train`.
-        gradients: This rank's, not divided by ``weight`` yet.
-    """
-
-    loss: Tensor
-    weight: float
-    own_weight: bool
-    attachment: Any
-    gradients: Gradients = field(default_factory=list)
-
-    def deliver(self, scale: float = 1.0) -> None:
-        """Add the gradients, times ``scale`` and over the weight, to those of the parameters."""
-        factor = scale / self.weight if self.weight else float("nan")
-        for parameter, gradient in self.gradients:
-            if factor != 1.0:
-                gradient.mul_(factor)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
-        self.gradients = []
 
 
 @dataclass
@@ -169,7 +138,7 @@ class Pipeline:
         return result
 
     @contextmanager
-    def evaluating(self, activity: str, loader: str, batch_number: int) -> Any:
+    def evaluating(self, activity: str, loader: str, batch_number: int) -> Iterator[None]:
         """Inside, calls belong to a step: it is named in errors, and may be left (``"last"``).
 
         Args:
@@ -312,7 +281,7 @@ class Pipeline:
 
 
 @contextmanager
-def _withheld(parameters: Iterable[nn.Parameter]) -> Any:
+def _withheld(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Set the gradients of parameters aside; inside, they have none."""
     aside = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in aside:
@@ -326,7 +295,9 @@ def _withheld(parameters: Iterable[nn.Parameter]) -> Any:
 
 def _shapes(microbatch: Any) -> Hashable:
     return tuple(
-        (tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(microbatch) if isinstance(leaf, Tensor)
+        (tuple(leaf.shape), leaf.dtype)
+        for leaf in leaves_of(microbatch)
+        if isinstance(leaf, Tensor)
     )
 
 

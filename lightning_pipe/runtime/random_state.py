@@ -70,7 +70,7 @@ class RandomStates:
         torch.default_generator.set_state(cpu)
         random.setstate(python)
         np.random.set_state(numpy_state)
-        if device is not None:
+        if device is not None and self._device is not None:
             torch.cuda.set_rng_state(device, self._device)
 
     def seed_step(self, batch: int, microbatch: int, after_call: bool = False) -> None:

@@ -22,7 +22,8 @@ class Stage:
         num_stages: Of the whole model.
         layers: The stage's.
         first_layer: Number of its first layer, over the whole model.
-        keywords: For each layer, which keyword arguments of the pipelined call reach it.
+        keywords: Says which keyword arguments of the pipelined call reach a layer, given the
+            layer and how many positional arguments it gets.
         checkpointing: ``"stage"`` keeps only what enters the stage until its backward, which
             then runs the forward again (GPipe, Huang et al. 2019); ``"layer"`` what enters each
             layer.
@@ -35,7 +36,9 @@ class Stage:
         num_stages: int,
         layers: Sequence[nn.Module],
         first_layer: int = 0,
-        keywords: Sequence[frozenset[str]] | None = None,
+        keywords: Callable[[nn.Module, int], frozenset[str]] = lambda layer, positional: (
+            frozenset()
+        ),
         checkpointing: Checkpointing = "none",
         random_states: RandomStates | None = None,
     ) -> None:
@@ -43,7 +46,7 @@ class Stage:
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.layers = tuple(layers)
         self.first_layer = first_layer
-        self._keywords = tuple(keywords or [frozenset()] * len(self.layers))
+        self._keywords = keywords
         self._checkpointing = checkpointing
         self._random = random_states
 
@@ -70,8 +73,11 @@ class Stage:
         by_layer = self._checkpointing == "layer" and torch.is_grad_enabled()
         if self._random is not None and not by_layer:
             self._random.seed_stage(batch, microbatch, self.first_layer)
-        for index, names in enumerate(self._keywords):
-            chosen = {name: kwargs[name] for name in names if name in kwargs}
+        for index, layer in enumerate(self.layers):
+            chosen = {}
+            if kwargs:
+                names = self._keywords(layer, len(args))
+                chosen = {name: value for name, value in kwargs.items() if name in names}
             if by_layer:
                 output = _recomputed(self._run_layer, index, batch, microbatch, chosen, *args)
             else:

@@ -22,6 +22,37 @@ Gradients = list[tuple[nn.Parameter, Tensor]]
 
 
 @dataclass
+class TrainingResult:
+    """What a batch of training came to, equal on all ranks.
+
+    Attributes:
+        loss: The batch's mean, a scalar without gradient.
+        weight: Sum of the weights that the gradients must be divided by.
+        own_weight: Whether the step gave weights of its own.
+        attachment: What the last rank added, see :meth:`Pipeline.train`.
+        gradients: This rank's, not divided by ``weight`` yet.
+    """
+
+    loss: Tensor
+    weight: float
+    own_weight: bool
+    attachment: Any
+    gradients: Gradients = field(default_factory=list)
+
+    def deliver(self, scale: float = 1.0) -> None:
+        """Add the gradients, times ``scale`` and over the weight, to those of the parameters."""
+        factor = scale / self.weight if self.weight else float("nan")
+        for parameter, gradient in self.gradients:
+            if factor != 1.0:
+                gradient.mul_(factor)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+        self.gradients = []
+
+
+@dataclass
 class Losses:
     """The losses of a batch, on the rank of the last stage.
 

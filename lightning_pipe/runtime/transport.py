@@ -122,9 +122,12 @@ class LocalTransport:
         """See :class:`Transport`."""
         hub = self._hub
         hub.shared[self.rank] = tensor.clone()
-        hub.barrier.wait(hub.timeout)
-        total = torch.stack(hub.shared).sum(0)  # type: ignore[arg-type]
-        hub.barrier.wait(hub.timeout)
+        try:
+            hub.barrier.wait(hub.timeout)
+            total = torch.stack(hub.shared).sum(0)  # type: ignore[arg-type]
+            hub.barrier.wait(hub.timeout)
+        except threading.BrokenBarrierError as error:
+            raise PeerLostError(f"rank {self.rank}: another rank did not reduce") from error
         tensor.copy_(total)
 
 
@@ -140,7 +143,10 @@ class LocalHub:
         self.size, self.timeout = size, timeout
         ranks = range(size)
         self.queues: dict[tuple[Channel, int, int], queue.SimpleQueue[Tensor]] = {
-            (channel, a, b): queue.SimpleQueue() for channel in Channel for a in ranks for b in ranks
+            (channel, a, b): queue.SimpleQueue()
+            for channel in Channel
+            for a in ranks
+            for b in ranks
         }
         self.shared: list[Tensor | None] = [None] * size
         self.barrier = threading.Barrier(size)

@@ -42,6 +42,11 @@ class ConcreteLayer(AbstractLayer):
         return self.linear(x)
 
 
+class OwnReduce(nn.Linear):
+    def __reduce__(self):
+        return self.__class__, (self.in_features, self.out_features), self.__getstate__()
+
+
 class Registry(nn.Module):
     seen = []
 
@@ -82,6 +87,14 @@ def test_duplicates_are_swapped_too(duplicate, make):
     assert torch.equal(other(torch.ones(2)), module(torch.ones(2)))
     restore_class(other)
     assert original_class(module) is original_class(other) is not type(module)
+
+
+def test_a_module_with_its_own_reduce():
+    module = OwnReduce(2, 2)
+    swap_class(module, Doubled)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(other) is type(module)
+        assert torch.equal(other(torch.ones(2)), module(torch.ones(2)))
 
 
 def test_a_parametrized_module_can_be_swapped_and_copied():

@@ -1,0 +1,100 @@
+"""The processes of one pipeline, as Lightning wants to see them.
+
+Lightning's parallel strategies think of data-parallel replicas. The ranks of one pipeline load the
+same data and log the same values, so for all that concerns data there is a single replica.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+T = TypeVar("T")
+
+
+class PipelineProcesses(ParallelStrategy):
+    """Launches the ranks, and answers for them."""
+
+    _num_nodes = 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether ranks load different data: no replicas, so no, and samplers stay as they are."""
+        return False
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """On this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks of a pipeline load the same."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment where this process is."""
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = _SubprocessScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Give one rank's object to all."""
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Reduce over the data-parallel replicas, of which there is one: nothing to do."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any) say so."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision))
+        dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the data-parallel replicas, of which there is one: as on one device."""
+        return tensor
