@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,10 +68,16 @@ class StepLogs:
     Args:
         module: The user's.
         pipeline: This rank's.
+        context: In which a step runs; values are stored in its default dtype.
     """
 
-    def __init__(self, module: LightningModule, pipeline: Pipeline) -> None:
-        self._module, self._pipeline = module, pipeline
+    def __init__(
+        self,
+        module: LightningModule,
+        pipeline: Pipeline,
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._module, self._pipeline, self._context = module, pipeline, context
         self._metrics = find_metrics(module)
         self._undo_keep_local = keep_local(self._metrics)
         self._recorder = _Recorder(self._metrics)
@@ -108,10 +114,11 @@ class StepLogs:
         if not self._pipeline.is_last:  # whose metrics have seen it all
             for name, state in relayed.metrics.items():
                 state.apply_to(self._metrics[name])
-        for call in relayed.calls:
-            value = self._metrics[call.metric] if call.metric is not None else call.value
-            value = move_data_to_device(value, self._module.device)
-            self._module.log(call.name, value, **call.options)
+        with self._context():
+            for call in relayed.calls:
+                value = self._metrics[call.metric] if call.metric is not None else call.value
+                value = move_data_to_device(value, self._module.device)
+                self._module.log(call.name, value, **call.options)
 
     # ----------------------------------------------------------------------------- evaluation
 

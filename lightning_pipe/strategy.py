@@ -194,7 +194,8 @@ class PipelineStrategy(PipelineProcesses):
         random_states = RandomStates(seed, device=self.root_device)
         random_states.set(states)
         pipeline = assembly.connect(self._transport, random_states)
-        self._logs = StepLogs(self.lightning_module, pipeline)
+        context = self.precision_plugin.forward_context
+        self._logs = StepLogs(self.lightning_module, pipeline, context)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers)
@@ -238,10 +239,12 @@ class PipelineStrategy(PipelineProcesses):
             self._logs.close()
             self._logs = None
         if self._assembly is not None and self._assembly.pipeline is not None:
+            intact = not self._guard.failed
             with self._guard.watching():
-                self._assembly.disconnect(collect=not self._guard.failed)
-                self.barrier("all messages have arrived")
-                self._transport.close()
+                self._assembly.disconnect(collect=intact)
+                if intact:
+                    self.barrier("all messages have arrived")
+                    self._transport.close()
         super().teardown()
 
     # ------------------------------------------------------------------------------------- training

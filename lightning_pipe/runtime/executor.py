@@ -74,10 +74,11 @@ class Executor:
     Args:
         mailbox: Sends and receives.
         num_stages: Of the whole model.
+        rank: Of the pipeline, for errors.
     """
 
-    def __init__(self, mailbox: Mailbox, num_stages: int) -> None:
-        self._mailbox = mailbox
+    def __init__(self, mailbox: Mailbox, num_stages: int, rank: int) -> None:
+        self._mailbox, self._rank = mailbox, rank
         self._last = num_stages - 1
         self.measured = Measurements()
 
@@ -99,7 +100,7 @@ class Executor:
             try:
                 state.execute(instruction, work)
             except Exception as error:
-                _say_where(error, instruction)
+                _say_where(error, instruction, self._rank)
                 raise
             if isinstance(instruction, (Forward, Backward)):
                 busy += time.perf_counter() - began
@@ -214,9 +215,9 @@ def _enter(tree: Any, spec: Spec) -> tuple[Any, Entrance | None]:
     return assemble(list(tensors), constants, spec), entrance
 
 
-def _say_where(error: Exception, instruction: Instruction) -> None:
-    stage, microbatch = instruction.stage, getattr(instruction, "microbatch", None)
-    doing = type(instruction).__name__
-    where = f"stage {stage}" + ("" if microbatch is None else f", micro-batch {microbatch}")
-    verb = "waiting in" if isinstance(error, PeerLostError) else "in"
-    error.add_note(f"lightning_pipe: {verb} {doing}, {where}")
+def _say_where(error: Exception, instruction: Instruction, rank: int) -> None:
+    microbatch = getattr(instruction, "microbatch", None)
+    where = f"pipeline rank {rank}, stage {instruction.stage}"
+    where += "" if microbatch is None else f", micro-batch {microbatch}"
+    doing = "waiting in" if isinstance(error, PeerLostError) else "in"
+    error.add_note(f"lightning_pipe: {where}, {doing} {type(instruction).__name__}")

@@ -96,8 +96,8 @@ def compare(mine: Announcement, heard: Announcement, rank: int, arguments: bool)
         raise PipelineError(
             f"{ranks} got different batches from {mine.loader} ({mine.activity} batch "
             f"{mine.batch}). All ranks of a pipeline must load the same batches in the same "
-            "order: seed what the loader draws from (sampler, dataset, augmentation) alike on "
-            "every rank, and do not let it depend on the rank."
+            "order: seed what its data and its order are drawn from alike on every rank "
+            "(`seed_everything(...)` before they are made), and let nothing depend on the rank."
         )
     if arguments and heard.arguments != mine.arguments:
         raise PipelineError(

@@ -151,7 +151,7 @@ def _keep_promise(leaves: list[Any], spec: Spec, promised: Spec, key: Key) -> li
         else leaf
         for leaf, expected in zip(leaves, promised.leaves, strict=False)
     ]
-    if len(leaves) == len(promised.leaves) and disassemble(filled)[1].leaves == promised.leaves:
+    if spec.structure == promised.structure and disassemble(filled)[1] == promised:
         return filled
     raise MisconfigurationException(
         f"Between the stages at stage {key[0]}, micro-batch {key[1]}: now {spec} is sent, but it "

@@ -74,8 +74,8 @@ class Pipeline:
         self._outputs = evaluation_outputs
         self._mailbox = Mailbox(transport)
         self._handshake = Handshake(transport)
-        self._trainer = Executor(self._mailbox, num_stages)
-        self._evaluator = Executor(self._mailbox, num_stages)
+        self._trainer = Executor(self._mailbox, num_stages, transport.rank)
+        self._evaluator = Executor(self._mailbox, num_stages, transport.rank)
         self._prepared: dict[tuple[str, int], _Prepared] = {}
         self._round: TrainingRound | None = None
         self._step_of: tuple[str, str, int] | None = None  # activity, loader, batch

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.runtime.random_state import RandomStates
@@ -100,6 +101,11 @@ class Stage:
 def _recomputed(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function now, and again in its backward instead of keeping what it computes.
 
-    The random states need no saving: the function starts its streams itself.
+    The random states need no saving: the function starts its streams itself. It works on copies,
+    or a layer that begins in place, as ``ReLU(inplace=True)``, would spoil what is kept.
     """
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def on_copies(*kept: Any) -> Any:
+        return function(*pytree.tree_map_only(Tensor, Tensor.clone, kept))
+
+    return checkpoint(on_copies, *args, use_reentrant=False, preserve_rng_state=False)

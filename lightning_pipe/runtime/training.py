@@ -84,7 +84,8 @@ class Losses:
             )
         weight = share if weight is None else weight
         weighted = loss * weight
-        self.total = self.total + weighted.detach()
+        # A mean over nothing is not a number, and counts for nothing.
+        self.total = self.total + (weighted.detach() if weight else torch.zeros_like(weighted))
         self.weight += weight
         return weighted
 
