@@ -68,7 +68,7 @@ class StepLogs:
     Args:
         module: The user's.
         pipeline: This rank's.
-        context: In which a step runs; values are stored in its default dtype.
+        context: In which a step runs; values are computed in its default dtype.
     """
 
     def __init__(
@@ -106,8 +106,9 @@ class StepLogs:
 
     def collect(self) -> Relayed:
         """On the last rank: what one device would have logged for the batch."""
-        calls = [_put_together(calls) for calls in self._recorder.calls.values()]
-        return Relayed(calls, self._watch.finish() if self._watch is not None else {})
+        with self._context():
+            calls = [_put_together(calls) for calls in self._recorder.calls.values()]
+            return Relayed(calls, self._watch.finish() if self._watch is not None else {})
 
     def play(self, relayed: Relayed) -> None:
         """Log here what the last rank has logged, inside the hook that it belongs to."""

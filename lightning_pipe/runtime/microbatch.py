@@ -123,10 +123,8 @@ def _rebuild(like: Any, children: Sequence[Any]) -> Any:
         return type(like)(*children) if hasattr(like, "_fields") else type(like)(children)
     if isinstance(like, list):
         return list(children)
-    values = zip(dataclasses.fields(like), children, strict=True)
-    rebuilt = object.__new__(type(like))  # not __init__: it may do more than assign
-    rebuilt.__dict__.update(getattr(like, "__dict__", {}))
-    for field, child in values:
+    rebuilt = copy.copy(like)  # not __init__: it may do more than assign
+    for field, child in zip(dataclasses.fields(like), children, strict=True):
         object.__setattr__(rebuilt, field.name, child)
     return rebuilt
 

@@ -71,7 +71,7 @@ def disassemble(tree: Any) -> tuple[list[Any], Spec]:
     Raises:
         MisconfigurationException: A leaf cannot be sent to another stage.
     """
-    leaves, structure = pytree.tree_flatten(tree)
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=_is_size)
     return leaves, Spec(structure, tuple(map(_describe, leaves)))
 
 
@@ -87,6 +87,10 @@ def assemble(tensors: list[Tensor | None], constants: list[Any], spec: Spec) -> 
         for leaf in spec.leaves
     ]
     return pytree.tree_unflatten(leaves, spec.structure)
+
+
+def _is_size(node: Any) -> bool:
+    return isinstance(node, torch.Size)  # to torch a tuple, and comes out as one
 
 
 def _describe(leaf: Any) -> TensorSpec | str | None:

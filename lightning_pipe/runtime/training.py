@@ -145,12 +145,7 @@ class TrainingRound:
         assert self._now is not None
         stage, microbatch, activation = self._now
         self._calls += 1
-        if self._calls > 1:
-            raise MisconfigurationException(
-                "training_step called the pipelined module twice. A schedule runs it once per "
-                "micro-batch: put both inputs into one call (concatenate them along dimension "
-                "0), or train without a pipeline."
-            )
+        self._refuse_second_call()
         if self._on_first_call is not None:
             self._on_first_call(args, kwargs)
             self._on_first_call = None
@@ -180,6 +175,14 @@ class TrainingRound:
                 self.gradients.append((parameter, parameter.grad))
                 parameter.grad = None
 
+    def _refuse_second_call(self) -> None:
+        if self._calls > 1:
+            raise MisconfigurationException(
+                "training_step called the pipelined module twice. A schedule runs it once per "
+                "micro-batch: put both inputs into one call (concatenate them along dimension "
+                "0), or train without a pipeline."
+            )
+
     def _check_returned(self, stage: int) -> None:
         if self._calls == 0:
             raise MisconfigurationException(
@@ -192,6 +195,7 @@ class TrainingRound:
                 "call. Replace `except:` or `except BaseException` around the call by `except "
                 "Exception`."
             )
+        self._refuse_second_call()  # again, if the step has caught the error
 
 
 def _loss_and_weight(result: Any) -> tuple[Tensor, float | None]:
