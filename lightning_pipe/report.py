@@ -46,8 +46,8 @@ class PipelineReport:
     def __str__(self) -> str:
         """A table for the terminal."""
         lines = [
-            f"Pipeline: {self.schedule}, {len(self.stages)} stages, "
-            f"{self.num_microbatches} micro-batches, {self.rounds} batches",
+            f"Pipeline: {self.schedule}; stages: {len(self.stages)}; micro-batches: "
+            f"{self.num_microbatches}; batches: {self.rounds}",
             f"{'stage':>5} {'rank':>5} {'layers':<34} {'parameters':>12} {'peak in flight':>15}",
         ]
         for index, stage in enumerate(self.stages):

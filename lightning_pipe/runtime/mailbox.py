@@ -20,7 +20,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pipe.runtime.payload import Spec, assemble, disassemble
+from lightning_pipe.runtime.payload import Spec, TensorSpec, assemble, disassemble
 from lightning_pipe.runtime.transport import (
     Channel,
     Pending,
@@ -84,7 +84,7 @@ class Mailbox:
             self._sent[name] = spec
             send_object(self._transport, channel, peer, spec)
         elif promised != spec:
-            leaves = _keep_promise(leaves, spec, promised, key)
+            leaves = _keep_promise(leaves, spec, promised, key, channel)
             spec = promised
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.numel():
@@ -143,18 +143,22 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def _keep_promise(leaves: list[Any], spec: Spec, promised: Spec, key: Key) -> list[Any]:
+def _keep_promise(
+    leaves: list[Any], spec: Spec, promised: Spec, key: Key, channel: Channel
+) -> list[Any]:
     """Leaves as promised: a gradient that is missing this time is zero."""
-    filled = [
-        torch.zeros(expected.shape, dtype=expected.dtype)
-        if leaf is None and expected is not None and not isinstance(expected, str)
-        else leaf
-        for leaf, expected in zip(leaves, promised.leaves, strict=False)
-    ]
-    if spec.structure == promised.structure and disassemble(filled)[1] == promised:
-        return filled
+    if channel is Channel.GRADIENT:
+        leaves = [
+            torch.zeros(expected.shape, dtype=expected.dtype)
+            if leaf is None and isinstance(expected, TensorSpec)
+            else leaf
+            for leaf, expected in zip(leaves, promised.leaves, strict=False)
+        ]
+        spec = Spec(spec.structure, disassemble(leaves)[1].leaves)
+    if spec == promised:
+        return leaves
     raise MisconfigurationException(
-        f"Between the stages at stage {key[0]}, micro-batch {key[1]}: now {spec} is sent, but it "
-        f"was {promised} for a micro-batch of the same shapes. What a stage returns may depend "
-        "only on the shapes of the batch. Pad it, or cut the model at another layer."
+        f"Stage {key[0]}, micro-batch {key[1]}: the {channel.value} sent to it is {spec}, but was "
+        f"{promised} for an earlier micro-batch of the same shapes. What stages exchange may "
+        "depend only on the shapes of the batch. Pad it, or cut the model at another layer."
     )

@@ -9,7 +9,9 @@ stream is ever *continued*: each starts from a seed that is a function of what i
     seed of a layer = mix(seed, replica, batch, micro-batch, 1 + layer)
 
 and after a round the process's own random states are put back, which therefore advance alike on
-all ranks (so that shuffled loaders agree).
+all ranks (so that shuffled loaders agree). Torch's generators start anew for each layer; Python's
+and NumPy's, from which layers rarely draw, only for each run of layers that is recomputed as one,
+so what layers draw from those two repeats, but depends on the partition.
 """
 
 from __future__ import annotations

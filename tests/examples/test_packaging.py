@@ -51,7 +51,7 @@ def app(tmp_path: Path) -> Path:
 
 def test_app_with_an_editable_install(app: Path, run_script: Callable[..., str]) -> None:
     output = run_script(app, "strategy.num_microbatches=4")
-    assert "Pipeline: 1f1b, 2 stages, 4 micro-batches, 2 batches" in output
+    assert "Pipeline: 1f1b; stages: 2; micro-batches: 4; batches: 2" in output
 
 
 def test_app_with_a_wheel(
@@ -61,4 +61,4 @@ def test_app_with_a_wheel(
     ZipFile(wheel).extractall(site)  # all that installing pure Python does
     output = run_script(app, "strategy=gpipe", "devices=1", python_path=str(site))
     assert f"package: {site / 'lightning_pipe'}" in output
-    assert "Pipeline: gpipe, 1 stages, 4 micro-batches, 2 batches" in output
+    assert "Pipeline: gpipe; stages: 1; micro-batches: 4; batches: 2" in output

@@ -43,7 +43,7 @@ def test_train_as_on_one_device(run_script: RunScript, examples: Path, tmp_path:
     output = run_script(examples / "train.py", *SHORT)
     run = the_only(tmp_path, "outputs/*")
     assert the_only(run, "train_ddp_process_1.log")  # rank 1 has written to the same folder
-    assert "Pipeline: 1f1b, 2 stages, 8 micro-batches, 4 batches" in output
+    assert "Pipeline: 1f1b; stages: 2; micro-batches: 8; batches: 4" in output
     assert re.search(r"^bubble: predicted 11.1%, measured ", output, re.MULTILINE)
 
     checkpoint = the_only(run, "checkpoints/*.ckpt")
@@ -69,4 +69,4 @@ def test_train_with_overrides(run_script: RunScript, examples: Path, tmp_path: P
     run = the_only(tmp_path, "outputs/*")
     assert len(list(run.glob("train_ddp_process_?.log"))) == 3
     assert the_only(run, "checkpoints/*.ckpt")
-    assert "Pipeline: gpipe, 4 stages, 8 micro-batches, 4 batches" in output
+    assert "Pipeline: gpipe; stages: 4; micro-batches: 8; batches: 4" in output

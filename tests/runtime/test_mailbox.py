@@ -35,14 +35,13 @@ class Post:
         self.sender, self.receiver = Counting(0, hub), Counting(1, hub)
         self.outbox, self.inbox = Mailbox(self.sender), Mailbox(self.receiver)
 
-    def deliver(self, *messages):
+    def deliver(self, *messages, channel=Channel.ACTIVATION):
         """Send trees by signature, all in one round, and receive them."""
         for i, (signature, tree) in enumerate(messages):
-            self.outbox.send(OUT, (STAGE, i), signature, tree)
-        self.inbox.expect(
-            IN, [((STAGE, i), signature) for i, (signature, _) in enumerate(messages)]
-        )
-        return [self.inbox.receive(IN, (STAGE, i))[0] for i in range(len(messages))]
+            self.outbox.send((channel, 1), (STAGE, i), signature, tree)
+        expected = [((STAGE, i), signature) for i, (signature, _) in enumerate(messages)]
+        self.inbox.expect((channel, 0), expected)
+        return [self.inbox.receive((channel, 0), (STAGE, i))[0] for i in range(len(messages))]
 
     def messages(self):
         """How many messages were sent since the last call of this."""
@@ -141,8 +140,8 @@ def test_stages_of_one_route_have_specs_of_their_own():
 
 def test_a_gradient_that_is_missing_later_arrives_as_zero():
     post = Post()
-    post.deliver(("s", [torch.ones(2), torch.ones(3)]))
-    (arrived,) = post.deliver(("s", [None, torch.ones(3)]))
+    post.deliver(("s", [torch.ones(2), torch.ones(3)]), channel=Channel.GRADIENT)
+    (arrived,) = post.deliver(("s", [None, torch.ones(3)]), channel=Channel.GRADIENT)
     assert torch.equal(arrived[0], torch.zeros(2))
     assert torch.equal(arrived[1], torch.ones(3))
 
@@ -155,14 +154,17 @@ def test_a_gradient_that_is_missing_later_arrives_as_zero():
         (torch.ones(2),),
         "text",
         torch.ones(2, requires_grad=True),
+        None,
     ],
-    ids=["shape", "dtype", "structure", "constant", "gradient"],
+    ids=["shape", "dtype", "structure", "constant", "gradient", "missing"],
 )
 def test_a_broken_promise_is_refused_before_anything_is_sent(other):
     post = Post()
     post.deliver(("s", torch.ones(2)))
     post.messages()
-    with pytest.raises(MisconfigurationException, match=r"stage 1, micro-batch 7: now .* was"):
+    with pytest.raises(
+        MisconfigurationException, match=r"Stage 1, micro-batch 7: the activation .* was"
+    ):
         post.outbox.send(OUT, (STAGE, 7), "s", other)
     assert post.messages() == 0
 
