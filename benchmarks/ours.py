@@ -73,8 +73,8 @@ def step_function(
         return work.loss(model(inputs), target)
 
     def step(number: int) -> float:
-        result = pipeline.train(training_step, work.batch(number), number)
         optimizer.zero_grad()
+        result = pipeline.train(training_step, work.batch(number), number)
         result.deliver()
         optimizer.step()
         return result.loss.item()

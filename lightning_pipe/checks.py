@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,23 +126,35 @@ def check_module(module: LightningModule, fitting: bool) -> None:
         )
 
 
+@contextmanager
+def expecting_one_optimizer() -> Iterator[None]:
+    """Inside, let Lightning's error about several optimizers not propose manual optimization.
+
+    Raises:
+        MisconfigurationException: ``configure_optimizers`` returned several.
+    """
+    try:
+        yield
+    except MisconfigurationException as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise MisconfigurationException(
+            "configure_optimizers returned several optimizers, but a pipeline takes one. Put the "
+            "parameters into groups of one optimizer."
+        ) from error
+
+
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Check that the optimizers can be used with a pipeline.
 
     Raises:
         MisconfigurationException: They cannot.
     """
-    if len(optimizers) > 1:
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise MisconfigurationException(
-            f"configure_optimizers returned {len(optimizers)} optimizers, but a pipeline takes "
-            "one. Put the parameters into groups of one optimizer."
+            "LBFGS evaluates the batch several times in one step and needs all parameters on "
+            "one device. Use another optimizer."
         )
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                "LBFGS evaluates the batch several times in one step and needs all parameters on "
-                "one device. Use another optimizer."
-            )
 
 
 def check_precision(precision: Precision) -> None:

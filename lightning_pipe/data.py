@@ -8,7 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
+
+from lightning_pipe.runtime.errors import PipelineError
 
 
 def load_alike(dataloader: Any, broadcast: Callable[[Any], Any], replica: int) -> None:
@@ -22,9 +25,21 @@ def load_alike(dataloader: Any, broadcast: Callable[[Any], Any], replica: int) -
         dataloader: Any iterable.
         broadcast: Gives rank 0's value to all. Called equally often on all ranks.
         replica: Data-parallel rank: replicas augment differently.
+
+    Raises:
+        PipelineError: It has another number of batches than on rank 0, and ranks would wait for
+            each other at the end.
     """
-    generators = list(_generators(dataloader))
-    states = broadcast([generator.get_state() for generator in generators])
+    generators, batches = list(_generators(dataloader)), sized_len(dataloader)
+    own = [generator.get_state() for generator in generators], batches
+    states, expected = broadcast(own)
+    if batches != expected:
+        data = getattr(dataloader, "dataset", dataloader)
+        raise PipelineError(
+            f"The {type(dataloader).__name__} over {type(data).__name__} has {batches} batches on "
+            f"this rank of the pipeline and {expected} on the first. All ranks of a pipeline must "
+            "load the same batches: let the length of the data not depend on the rank."
+        )
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state)
     seeds_workers = int(os.environ.get("PL_SEED_WORKERS", 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,10 +37,12 @@ class FailureGuard:
         self.failed = False
         self._rank = self._num_ranks = 0
         self._store: Any = None
+        self._drop_connections: Callable[[], None] = lambda: None
 
-    def connect(self, rank: int, num_ranks: int) -> None:
+    def connect(self, rank: int, num_ranks: int, drop_connections: Callable[[], None]) -> None:
         """Use the store of the process group, once there is one."""
         self._rank, self._num_ranks = rank, num_ranks
+        self._drop_connections = drop_connections
         self._store = distributed_c10d._get_default_store()
 
     @contextmanager
@@ -65,6 +67,7 @@ class FailureGuard:
             self._publish(error)
         else:
             error.add_note(f"\nThe cause is on another rank. {report}")
+        self._drop_connections()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 

@@ -168,7 +168,7 @@ class PipelineStrategy(PipelineProcesses):
             self._transport = GlooTransport(pipelines, self.root_device, self._timeout)
         self._assembly = None
         self._guard = FailureGuard()
-        self._guard.connect(self.global_rank, self._num_ranks)
+        self._guard.connect(self.global_rank, self._num_ranks, self._drop_connections)
         if not is_overridden("configure_model", module):
             self._shard()
 
@@ -197,7 +197,8 @@ class PipelineStrategy(PipelineProcesses):
         context = self.precision_plugin.forward_context
         self._logs = StepLogs(self.lightning_module, pipeline, context)
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
+            with checks.expecting_one_optimizer():
+                self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -394,6 +395,12 @@ class PipelineStrategy(PipelineProcesses):
         with self._guard.watching():
             consolidate(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _drop_connections(self) -> None:
+        """Let go of all that keeps this rank's connections open."""
+        self._transport.abandon()
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = None
 
     def on_exception(self, exception: BaseException) -> None:
         """End the other ranks, and let them speak first."""

@@ -9,16 +9,18 @@ connections, of their own, since two directions contend for one connection's loc
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipe.runtime.errors import PeerLostError
-from lightning_pipe.runtime.transport import Channel, Pending
+from lightning_pipe.runtime.transport import Channel, Pending, Route
 
 
 class GlooTransport:
@@ -43,8 +45,10 @@ class GlooTransport:
             if me in ranks:
                 self._groups[channel] = group
                 self.rank, self.size = list(ranks).index(me), len(ranks)
-        self._under_way: list[tuple[Any, Tensor]] = []  # a send that nobody holds is cancelled
-        self._sent_before: list[tuple[Any, Tensor]] = []
+        # A send that nobody holds is cancelled, and one that is done does not say so.
+        self._sent: dict[Route, deque[tuple[Any, Tensor]]] = defaultdict(deque)
+        self._old: dict[Route, int] = {}  # how many of them are from before the last `settle`
+        self._asked: WeakSet[_PendingGloo] = WeakSet()
 
     def send(self, channel: Channel, peer: int, tensor: Tensor) -> None:
         """See :class:`Transport`."""
@@ -54,7 +58,7 @@ class GlooTransport:
             work = self._groups[channel].send([tensor], peer, 0)
         except RuntimeError as error:
             raise PeerLostError(f"sending to rank {peer}: {error}") from error
-        self._under_way.append((work, tensor))
+        self._sent[channel, peer].append((work, tensor))
 
     def receive(
         self, channel: Channel, peer: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -65,16 +69,27 @@ class GlooTransport:
             work = self._groups[channel].recv([buffer], peer, 0)
         except RuntimeError as error:
             raise PeerLostError(f"receiving from rank {peer}: {error}") from error
-        return _PendingGloo(work, buffer, peer, self)
+        pending = _PendingGloo(work, buffer, peer, self)
+        self._asked.add(pending)
+        return pending
 
-    def settle(self) -> None:
+    def arrived(self, channel: Channel, peer: int, count: int) -> None:
         """See :class:`Transport`."""
-        for work, _ in self._sent_before:
+        route = channel, peer
+        sent = self._sent[route]
+        for _ in range(count):
+            work, _ = sent.popleft()
             try:
                 work.wait()
             except RuntimeError as error:
-                raise PeerLostError(f"sending: {error}") from error
-        self._sent_before, self._under_way = self._under_way, []
+                raise PeerLostError(f"sending to rank {peer}: {error}") from error
+        self._old[route] = max(self._old.get(route, 0) - count, 0)
+
+    def settle(self) -> None:
+        """See :class:`Transport`."""
+        for route, sent in self._sent.items():
+            self.arrived(*route, self._old.get(route, 0))
+            self._old[route] = len(sent)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See :class:`Transport`."""
@@ -91,9 +106,19 @@ class GlooTransport:
             dist.destroy_process_group(group)
         self._groups = {}
 
+    def abandon(self) -> None:
+        """Close the connections at once, so that no peer waits for this rank.
+
+        gloo keeps them open as long as anything refers to their group or to a receive that was
+        asked for, and the traceback of a failure does.
+        """
+        for pending in self._asked:
+            pending.forget()
+        self._groups, self._sent = {}, defaultdict(deque)
+
 
 class _PendingGloo:
-    __slots__ = ("_buffer", "_peer", "_transport", "_work")
+    __slots__ = ("__weakref__", "_buffer", "_peer", "_transport", "_work")
 
     def __init__(self, work: Any, buffer: Tensor, peer: int, transport: GlooTransport) -> None:
         self._work, self._buffer, self._peer, self._transport = work, buffer, peer, transport
@@ -104,3 +129,6 @@ class _PendingGloo:
         except RuntimeError as error:
             raise PeerLostError(f"receiving from rank {self._peer}: {error}") from error
         return self._buffer.to(self._transport.device)
+
+    def forget(self) -> None:
+        self._work = None

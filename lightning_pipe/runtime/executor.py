@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipe.runtime.errors import PeerLostError
-from lightning_pipe.runtime.mailbox import Key, Mailbox, Route
+from lightning_pipe.runtime.mailbox import Key, Mailbox
 from lightning_pipe.runtime.payload import Entrance, Spec, assemble, disassemble
-from lightning_pipe.runtime.transport import Channel
+from lightning_pipe.runtime.transport import Channel, Route
 from lightning_pipe.schedule.instructions import (
     Backward,
     Forward,
@@ -196,6 +196,8 @@ class _State:
 
     def receive_gradient(self, key: Key, peer: int) -> None:
         self._gradients[key], _ = self._mailbox.receive((Channel.GRADIENT, peer), key)
+        stage, microbatch = key
+        self._mailbox.confirm((Channel.ACTIVATION, peer), (stage + 1, microbatch))
 
     def _send(self, route: Route, key: Key, tree: Any) -> None:
         self._mailbox.send(route, key, self._signatures[key[1]], tree)

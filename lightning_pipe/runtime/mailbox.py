@@ -11,7 +11,7 @@ peer: the next is on its way while this one is used, and memory stays bounded.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,13 +25,13 @@ from lightning_pipe.runtime.transport import (
     Channel,
     Pending,
     PendingObject,
+    Route,
     Transport,
     send_object,
 )
 
 AHEAD = 2
 
-Route = tuple[Channel, int]  # a channel and the peer at its other end
 Key = tuple[int, int]  # stage and micro-batch that a message is for
 
 
@@ -62,6 +62,7 @@ class Mailbox:
         self._sent: dict[Hashable, Spec] = {}
         self._known: dict[Hashable, Spec] = {}
         self._inboxes: dict[Route, _Inbox] = {}
+        self._unconfirmed: dict[Route, deque[tuple[Key, int]]] = defaultdict(deque)
 
     def expect(self, route: Route, messages: Iterable[tuple[Key, Hashable]]) -> None:
         """Say what will come over a route, in order; what is known already is asked for."""
@@ -80,18 +81,36 @@ class Mailbox:
         leaves, spec = disassemble(tree)
         name = (route, key[0], signature)
         promised = self._sent.get(name)
+        count = 0
         if promised is None:
             self._sent[name] = spec
-            send_object(self._transport, channel, peer, spec)
+            count += send_object(self._transport, channel, peer, spec)
         elif promised != spec:
             leaves = _keep_promise(leaves, spec, promised, key, channel)
             spec = promised
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.numel():
                 self._transport.send(channel, peer, leaf)
+                count += 1
         if spec.has_constants:
             constants = [leaf for leaf in leaves if leaf is not None and not _is_tensor(leaf)]
-            send_object(self._transport, channel, peer, constants)
+            count += send_object(self._transport, channel, peer, constants)
+        self._unconfirmed[route].append((key, count))
+
+    def confirm(self, route: Route, key: Key) -> None:
+        """The message for ``key``, and all before it, have arrived: an answer to it is here."""
+        count, sent = 0, self._unconfirmed[route]
+        while sent:
+            confirmed, messages = sent.popleft()
+            count += messages
+            if confirmed == key:
+                break
+        self._transport.arrived(*route, count)
+
+    def end_round(self) -> None:
+        """Wait for what was sent in earlier rounds; that of this one may still be under way."""
+        self._unconfirmed.clear()
+        self._transport.settle()
 
     def receive(self, route: Route, key: Key) -> tuple[Any, Spec]:
         """Wait for the message for ``key``, which must be the next one of its route.

@@ -16,12 +16,12 @@ from lightning_pipe.runtime.call import StageOutput
 from lightning_pipe.runtime.evaluation import EvaluationRound
 from lightning_pipe.runtime.executor import Executor, Measurements, Program
 from lightning_pipe.runtime.handshake import Announcement, Handshake, checksum, compare
-from lightning_pipe.runtime.mailbox import Key, Mailbox, Route
+from lightning_pipe.runtime.mailbox import Key, Mailbox
 from lightning_pipe.runtime.microbatch import join_outputs, leaves_of, split_batch
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.training import Step, TrainingResult, TrainingRound
-from lightning_pipe.runtime.transport import Channel, PendingObject, Transport, send_object
+from lightning_pipe.runtime.transport import Channel, PendingObject, Route, Transport, send_object
 from lightning_pipe.schedule.instructions import ReceiveActivation, ReceiveGradient
 
 Split = Callable[[Any, int], tuple[list[Any], list[int]]]
@@ -134,7 +134,7 @@ class Pipeline:
         finally:
             self._round = None
         result = self._finish(work, ending, attach)
-        self._transport.settle()
+        self._mailbox.end_round()
         return result
 
     @contextmanager
@@ -193,7 +193,7 @@ class Pipeline:
         self._expect(prepared, signatures)
         work = EvaluationRound(pieces, self.stages, -self._calls)
         self._evaluator.run(prepared.program, signatures, work)
-        self._transport.settle()
+        self._mailbox.end_round()
         return self._share_output(work.outputs, sizes, signatures[0])
 
     def _share_output(self, outputs: list[Any], sizes: list[int], signature: Hashable) -> Any:

@@ -29,6 +29,10 @@ class Channel(Enum):
     GRADIENT = "gradient"
 
 
+Route = tuple[Channel, int]
+"""A channel and the peer at its other end."""
+
+
 class Pending(Protocol):
     """A receive that has been asked for."""
 
@@ -54,6 +58,10 @@ class Transport(Protocol):
         """Ask for the next tensor of a channel. Both ends must agree on shape and dtype."""
         ...
 
+    def arrived(self, channel: Channel, peer: int, count: int) -> None:
+        """Let go of the oldest messages of a channel, which are known to have arrived."""
+        ...
+
     def settle(self) -> None:
         """Wait until all that was sent before the last call of this has arrived."""
         ...
@@ -63,15 +71,18 @@ class Transport(Protocol):
         ...
 
 
-def send_object(transport: Transport, channel: Channel, peer: int, value: Any) -> None:
-    """Send anything that can be pickled; small objects take one message."""
+def send_object(transport: Transport, channel: Channel, peer: int, value: Any) -> int:
+    """Send anything that can be pickled; small objects take one message.
+
+    Returns:
+        The number of messages sent.
+    """
     data = pickle.dumps(value)
     head = len(data).to_bytes(8, "big") + data[: _FRAME_BYTES - 8]
-    frame = torch.frombuffer(bytearray(head.ljust(_FRAME_BYTES, b"\0")), dtype=torch.uint8)
-    transport.send(channel, peer, frame)
-    rest = data[_FRAME_BYTES - 8 :]
-    if rest:
-        transport.send(channel, peer, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+    messages = [head.ljust(_FRAME_BYTES, b"\0"), data[_FRAME_BYTES - 8 :]]
+    for message in filter(None, messages):
+        transport.send(channel, peer, torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    return 1 if not messages[1] else 2
 
 
 class PendingObject:
@@ -114,6 +125,9 @@ class LocalTransport:
     ) -> Pending:
         """See :class:`Transport`."""
         return _PendingLocal(self._hub, (channel, peer, self.rank), shape, dtype)
+
+    def arrived(self, channel: Channel, peer: int, count: int) -> None:
+        """See :class:`Transport`; nothing is ever under way."""
 
     def settle(self) -> None:
         """See :class:`Transport`; nothing is ever under way."""
