@@ -135,7 +135,7 @@ def expecting_one_optimizer() -> Iterator[None]:
     """
     try:
         yield
-    except MisconfigurationException as error:
+    except RuntimeError as error:
         if "multiple optimizers" not in str(error):
             raise
         raise MisconfigurationException(
