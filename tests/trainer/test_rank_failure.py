@@ -1,0 +1,113 @@
+"""When user code fails on one rank, all ranks end soon, and its own report is what is read."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from .lit import Classifier, loader, trainer
+from .ranks import Ranks
+from .scripts import run_script
+
+NUM_RANKS, NUM_MICROBATCHES, BATCH_IDX = 3, 4, 1
+LIMIT_S = 10.0
+
+PLACES = {
+    # Where user code fails, and what the report says of it besides rank and traceback.
+    "training_step": "stage {rank}, micro-batch 2, in Forward",
+    "layer": "stage {rank}, micro-batch 2, in Forward",
+    "validation_step": "",
+    "on_train_batch_start": "",
+}
+
+
+class UserError(Exception):
+    """What user code raises here."""
+
+
+class Failing(Classifier):
+    """Fails on one rank, in the second batch, after the epoch's start has gone well."""
+
+    def __init__(self, rank: int, place: str) -> None:
+        super().__init__()
+        self.rank, self.place, self.calls = rank, place, 0
+        for layer in self.model:
+            layer.register_forward_pre_hook(self.in_layer)
+
+    def fail_in(self, place: str) -> None:
+        if place == self.place and self.trainer.global_rank == self.rank:
+            print(f"failing at {time.time()}", flush=True)
+            raise UserError(f"the user's error in {place}")
+
+    def in_layer(self, *_: Any) -> None:
+        if self.calls == NUM_MICROBATCHES * BATCH_IDX + 3:
+            self.fail_in("layer")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        if self.calls == NUM_MICROBATCHES * BATCH_IDX + 3:
+            self.fail_in("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.model(batch[0])
+        self.fail_in("validation_step")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BATCH_IDX:
+            self.fail_in("on_train_batch_start")
+
+
+def fit(rank: int, place: str) -> str:
+    """What a rank raises."""
+    module = Failing(rank, place)
+    try:
+        trainer({"num_microbatches": NUM_MICROBATCHES}).fit(module, loader(), loader())
+    except Exception as error:
+        return "".join(traceback.format_exception(error))
+    return "nothing failed"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_every_rank_raises_with_the_report(ranks: Ranks, rank: int, place: str) -> None:
+    """Although it waits for the one that has failed, and that one lives on."""
+    start = time.monotonic()
+
+    results = ranks.run(NUM_RANKS, fit, rank, place)
+
+    assert time.monotonic() - start < LIMIT_S
+    for here, message in enumerate(results):
+        assert_report(message, rank, place)
+        assert here == rank or f"Rank {rank} of {NUM_RANKS} failed" in message
+
+
+@pytest.mark.parametrize(
+    ("rank", "place"),
+    [(0, "on_train_batch_start"), (1, "layer"), (2, "validation_step")],
+)
+def test_the_report_is_what_the_user_reads_last(rank: int, place: str, tmp_path: Path) -> None:
+    """A script that Lightning started on all ranks ends as a whole; no other traceback follows."""
+    script = Path(__file__).with_name("train_until_failure.py")
+
+    ended = run_script(script, str(rank), place, directory=tmp_path, num_ranks=NUM_RANKS)
+
+    assert ended.code != 0
+    failed_at = float(re.findall(r"failing at ([\d.]+)", ended.output)[-1])
+    assert ended.at - failed_at < LIMIT_S
+    before, last = ended.output.rsplit("Traceback (most recent call last)", 1)
+    named = "[rank0]: " if rank == 0 else f"Rank {rank} of {NUM_RANKS} failed:"
+    assert named in before[-60:]
+    assert_report(re.sub(r"(?m)^\[rank\d\]: ", "", last), rank, place)
+
+
+def assert_report(message: str, rank: int, place: str) -> None:
+    assert f"the user's error in {place}" in message
+    assert "in fail_in\n    raise UserError" in message, "the traceback of the user's code"
+    assert PLACES[place].format(rank=rank) in message

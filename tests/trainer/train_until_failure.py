@@ -1,0 +1,12 @@
+"""A user's script that fails on one rank: ``train_until_failure.py RANK PLACE``."""
+
+from __future__ import annotations
+
+import sys
+
+from trainer.lit import loader, trainer
+from trainer.test_rank_failure import NUM_MICROBATCHES, Failing
+
+if __name__ == "__main__":
+    run = trainer({"num_microbatches": NUM_MICROBATCHES})
+    run.fit(Failing(int(sys.argv[1]), sys.argv[2]), loader(), loader())
