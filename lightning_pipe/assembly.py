@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -87,6 +89,7 @@ class Assembly:
         by_name = dict(zip(names, layers, strict=True))
         fetch_layers(by_name, [names[index] for index in owned])
         shard(self._found, owned)
+        _return_freed_memory()
         with torch.no_grad():
             for parameter in self.shared:
                 dist.broadcast(parameter.data, src=0)
@@ -211,6 +214,18 @@ class Assembly:
             if accepts(self._settings.schedule, self._placement, count)
         )
         return next(fitting, most)
+
+
+def _return_freed_memory() -> None:
+    """Let glibc give the layers' memory back to the system.
+
+    It keeps freed blocks of up to 32 MB, once a block of their size was freed before: 150 of 200 MB
+    stayed with a process on four ranks.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+        if trim is not None:
+            trim(0)
 
 
 class _CheckedOnce:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from pathlib import Path
@@ -40,6 +41,9 @@ def resident_mb() -> float:
 
 def measure() -> tuple[float, float]:
     """What the whole model adds to the process, and what is left of that after setup."""
+    torch.empty(WIDTH, WIDTH)  # once it has freed one, glibc keeps blocks of that size
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have left
     before = resident_mb()
     module = Large()
     whole = resident_mb()

@@ -6,6 +6,7 @@ import os
 import random
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -23,7 +24,10 @@ Loader = Callable[[], DataLoader[Any]]
 
 
 class Recorder(Classifier):
-    """Keeps the batches of the training; its dropout layers draw other numbers on every stage."""
+    """Keeps the batches of the training.
+
+    Its dropout layers draw other numbers on every stage, in training and in calls from a hook.
+    """
 
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
@@ -34,6 +38,9 @@ class Recorder(Classifier):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.model(batch[0])
+
+    def on_train_epoch_end(self) -> None:
+        self.model(torch.zeros(4, FEATURES, dtype=torch.float64))
 
 
 class Augmented(Dataset[Any]):
@@ -47,10 +54,14 @@ class Augmented(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The same, without an order of its own."""
+    """The same, without a length."""
+
+    def __init__(self, count: int = 24) -> None:
+        self.count = count
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([(_noisy(index), index % 3) for index in torch.randperm(24).tolist()])
+        order = torch.randperm(24).tolist()
+        return iter([(_noisy(index), index % 3) for index in order[: self.count]])
 
 
 def _noisy(index: int) -> Tensor:
@@ -128,10 +139,10 @@ def forked() -> DataLoader[Any]:
     return DataLoader(Forked(), 8)
 
 
-def failure(train: Loader, validation: Loader) -> tuple[str, int]:
+def failure(train: Loader, validation: Loader, **pipeline: Any) -> tuple[str, int]:
     """What a rank says, and how many batches it has trained."""
     module = Recorder()
-    run = trainer({}, max_epochs=1)
+    run = trainer(pipeline, max_epochs=1)
     try:
         run.fit(module, train(), validation())
     except Exception as error:
@@ -139,15 +150,23 @@ def failure(train: Loader, validation: Loader) -> tuple[str, int]:
     return "nothing failed", run.global_step
 
 
+def uneven_stream() -> DataLoader[Any]:
+    """The second rank has a batch less, and nobody can know before it has ended."""
+    return DataLoader(Stream(24 - 8 * int(os.environ["LOCAL_RANK"])), 8)
+
+
 @pytest.mark.parametrize(
     ("train", "validation", "named", "steps"),
     [
-        (forked, loader, "train_dataloader", 0),
-        (loader, forked, "val_dataloader", 3),
-        (uneven, loader, "DataLoader over TensorDataset has 2 batches", 0),
-        (loader, uneven, "DataLoader over TensorDataset has 2 batches", 0),
+        pytest.param(forked, loader, "train_dataloader", 0, id="train"),
+        pytest.param(loader, forked, "val_dataloader", 3, id="validation"),
+        pytest.param(
+            uneven, loader, "DataLoader over TensorDataset has 2 batches", 0, id="train length"
+        ),
+        pytest.param(
+            loader, uneven, "DataLoader over TensorDataset has 2 batches", 0, id="validation length"
+        ),
     ],
-    ids=["train", "validation", "train length", "validation length"],
 )
 def test_different_batches_are_an_error_that_names_the_loader(
     ranks: Ranks, train: Loader, validation: Loader, named: str, steps: int
@@ -156,6 +175,16 @@ def test_different_batches_are_an_error_that_names_the_loader(
         assert "PipelineError" in message  # both tell the cause
         assert named in message
         assert trained <= steps
+
+
+def impatient(train: Loader, validation: Loader) -> tuple[str, int]:
+    return failure(train, validation, timeout=timedelta(seconds=3))
+
+
+def test_streams_of_different_length_end_by_the_timeout(ranks: Ranks) -> None:
+    for message, trained in ranks.run(2, impatient, uneven_stream, loader):
+        assert "nothing failed" not in message
+        assert trained <= 3
 
 
 class Noisy(Recorder):
