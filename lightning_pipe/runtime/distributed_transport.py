@@ -14,7 +14,6 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ class GlooTransport:
         # A send that nobody holds is cancelled, and one that is done does not say so.
         self._sent: dict[Route, deque[tuple[Any, Tensor]]] = defaultdict(deque)
         self._old: dict[Route, int] = {}  # how many of them are from before the last `settle`
-        self._asked: WeakSet[_PendingGloo] = WeakSet()
+        self._asked: set[_PendingGloo] = set()  # and not waited for yet
 
     def send(self, channel: Channel, peer: int, tensor: Tensor) -> None:
         """See :class:`Transport`."""
@@ -70,7 +69,7 @@ class GlooTransport:
             work = self._groups[channel, peer < self.rank].recv([buffer], peer, 0)
         except RuntimeError as error:
             raise PeerLostError(f"receiving from rank {peer}: {error}") from error
-        pending = _PendingGloo(work, buffer, peer, self)
+        pending = _PendingGloo(work, buffer, peer, self._asked, self.device)
         self._asked.add(pending)
         return pending
 
@@ -119,17 +118,21 @@ class GlooTransport:
 
 
 class _PendingGloo:
-    __slots__ = ("__weakref__", "_buffer", "_peer", "_transport", "_work")
+    __slots__ = ("_asked", "_buffer", "_device", "_peer", "_work")
 
-    def __init__(self, work: Any, buffer: Tensor, peer: int, transport: GlooTransport) -> None:
-        self._work, self._buffer, self._peer, self._transport = work, buffer, peer, transport
+    def __init__(
+        self, work: Any, buffer: Tensor, peer: int, asked: set[_PendingGloo], device: torch.device
+    ) -> None:
+        self._work, self._buffer, self._peer = work, buffer, peer
+        self._asked, self._device = asked, device
 
     def wait(self) -> Tensor:
         try:
             self._work.wait()
         except RuntimeError as error:
             raise PeerLostError(f"receiving from rank {self._peer}: {error}") from error
-        return self._buffer.to(self._transport.device)
+        self._asked.discard(self)
+        return self._buffer.to(self._device)
 
     def forget(self) -> None:
         self._work = None

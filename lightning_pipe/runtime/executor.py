@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipe.runtime.errors import PeerLostError
 from lightning_pipe.runtime.mailbox import Key, Mailbox
-from lightning_pipe.runtime.payload import Entrance, Spec, assemble, disassemble
+from lightning_pipe.runtime.payload import Entrance, Spec, assemble, disassemble, flatten
 from lightning_pipe.runtime.transport import Channel, Route
 from lightning_pipe.schedule.instructions import (
     Backward,
@@ -207,7 +207,7 @@ def _enter(tree: Any, spec: Spec) -> tuple[Any, Entrance | None]:
     """The activation without its history, its tensors requiring gradients as at the sender."""
     if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in spec.tensors):
         return tree, None
-    leaves, _ = disassemble(tree)
+    leaves = flatten(tree)
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
     needed = [leaf.requires_grad for leaf in spec.tensors]
     entrance = Entrance([t for t, need in zip(tensors, needed, strict=True) if need])

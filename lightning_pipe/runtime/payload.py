@@ -9,6 +9,7 @@ travel with every activation that has some.
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,12 +37,12 @@ class Spec:
     structure: pytree.TreeSpec
     leaves: tuple[TensorSpec | str | None, ...]
 
-    @property
+    @cached_property
     def tensors(self) -> list[TensorSpec]:
         """The tensors among the leaves, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
-    @property
+    @cached_property
     def has_constants(self) -> bool:
         """Whether leaves other than tensors and None travel along."""
         return any(isinstance(leaf, str) for leaf in self.leaves)
@@ -63,6 +64,12 @@ class Spec:
 
 def _spec_like(skeleton: Any, leaves: tuple[TensorSpec | str | None, ...]) -> Spec:
     return Spec(pytree.tree_structure(skeleton), leaves)
+
+
+def flatten(tree: Any) -> list[Any]:
+    """The leaves of a tree, in order."""
+    leaves: list[Any] = pytree.tree_leaves(tree, is_leaf=_is_size)
+    return leaves
 
 
 def disassemble(tree: Any) -> tuple[list[Any], Spec]:

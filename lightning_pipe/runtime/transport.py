@@ -28,6 +28,8 @@ class Channel(Enum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and this is a key all over
+
 
 Route = tuple[Channel, int]
 """A channel and the peer at its other end."""
