@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -19,6 +20,7 @@ from lightning_pipe.partition import (
     check_glue,
     find_layers,
     keyword_names,
+    outside_buffers,
     outside_parameters,
     parameter_counts,
     partition,
@@ -91,8 +93,8 @@ class Assembly:
         shard(self._found, owned)
         _return_freed_memory()
         with torch.no_grad():
-            for parameter in self.shared:
-                dist.broadcast(parameter.data, src=0)
+            for tensor in [*self.shared, *outside_buffers(self._root, self._found)]:
+                dist.broadcast(tensor.data, src=0)
 
     def connect(self, transport: Transport, random_states: RandomStates) -> Pipeline:
         """Let the pipelined module's calls go through the pipeline.
@@ -124,6 +126,8 @@ class Assembly:
             self.shared,
             list(self._root.parameters()),
             self._split,
+            self._count_evaluated,
+            outside_buffers(self._root, self._found),  # now: a change of dtype replaces buffers
             settings.evaluation_outputs,
         )
         swap_class(found.module, PipelinedModule)
@@ -149,7 +153,13 @@ class Assembly:
         self._first_batch = False
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a model that computes something between its layers."""
+        """Refuse what the layers would not see: keywords, and code between them."""
+        if kwargs and not self._found.keywords:
+            raise MisconfigurationException(
+                f"The pipelined nn.Sequential {self._found.name!r} was called with keyword "
+                f"arguments {sorted(kwargs)}, which it does not take. Define "
+                "`configure_pipeline(self)` to pass keyword arguments to layers."
+            )
         check_glue(self._found, args, kwargs)
 
     def report(self, measured: Sequence[Measurements], batch_size: int | None) -> PipelineReport:
@@ -160,6 +170,7 @@ class Assembly:
             batch_size: Of a batch.
         """
         count = self._count_for(batch_size)
+        wall = max(m.wall for m in measured)  # a rank's own ends when others are still cooling down
         plan = make_plan(self._schedule_for(count), self._placement, count)
         stages = []
         for index, where in enumerate(self._layers_of):
@@ -173,8 +184,8 @@ class Assembly:
             self._settings.schedule,
             count,
             tuple(stages),
-            sum(simulate(plan).bubble) / self._placement.num_ranks,
-            tuple(1 - m.busy / m.wall if m.wall else 0.0 for m in measured),
+            simulate(plan).mean_bubble,
+            tuple(1 - m.busy / wall if wall else 0.0 for m in measured),
             measured[0].rounds,
         )
 
@@ -198,6 +209,10 @@ class Assembly:
             return split_batch(batch, count)
         pieces = list(own(batch, count))
         return pieces, [find_batch_size(piece) or 1 for piece in pieces]
+
+    def _count_evaluated(self, arguments: Any) -> int:
+        """As in training; one if the module cuts its batches by itself, which a call's are not."""
+        return 1 if hasattr(self._root, "split_batch") else self._count(arguments)
 
     def _count(self, batch: Any) -> int:
         return self._count_for(find_batch_size(batch))

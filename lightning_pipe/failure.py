@@ -59,14 +59,10 @@ class FailureGuard:
         if self.failed:
             return
         self.failed = True
-        if self._store is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
+        if self._store is None:
             return
-        consequence = isinstance(error, PeerLostError) or "gloo" in str(error)
-        report = self._report_of_another_rank() if consequence else None
-        if report is None:
-            self._publish(error)
-        else:
-            error.add_note(f"\nThe cause is on another rank. {report}")
+        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self._report(error)
         self._drop_connections()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -83,6 +79,15 @@ class FailureGuard:
             if child.poll() is None:
                 child.kill()
                 child.wait()
+
+    def _report(self, error: BaseException) -> None:
+        """Publish this error, or complete it if it is only a consequence of another rank's."""
+        consequence = isinstance(error, PeerLostError) or "gloo" in str(error)
+        report = self._report_of_another_rank() if consequence else None
+        if report is None:
+            self._publish(error)
+        else:
+            error.add_note(f"\nThe cause is on another rank. {report}")
 
     def _publish(self, error: BaseException) -> None:
         """Leave this rank's report, unless another rank was first."""

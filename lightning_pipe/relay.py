@@ -10,7 +10,7 @@ would have logged for the batch, sent to all ranks and played there through the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -52,6 +52,21 @@ class LogCall:
     value: Any
     options: dict[str, Any]
     metric: str | None = None
+
+
+@dataclass
+class _Recorded:
+    """One call, and how much it counts among those of the other micro-batches.
+
+    Attributes:
+        call: The call.
+        size: Samples, or the ``batch_size`` that was given.
+        weight: The same; or what the step returned as its weight.
+    """
+
+    call: LogCall
+    size: float
+    weight: float
 
 
 @dataclass
@@ -104,6 +119,11 @@ class StepLogs:
         with _log_replaced(self._module, self._recorder if self._pipeline.is_last else _drop):
             yield
 
+    def weigh(self, result: Any) -> None:
+        """Let what a step has logged count as much as the weight that it returned, if any."""
+        if isinstance(result, Mapping) and result.get("weight") is not None:
+            self._recorder.weigh(float(result["weight"]))
+
     def collect(self) -> Relayed:
         """On the last rank: what one device would have logged for the batch."""
         with self._context():
@@ -153,14 +173,15 @@ class StepLogs:
         options |= dict(zip(_LOG_ARGUMENTS, args, strict=False))
         LightningModule.log(self._module, name, value, **options)
         batch = self._module.trainer._results.batch  # type: ignore[union-attr]
-        options.setdefault("batch_size", find_batch_size(batch) or 1)
+        if options.get("batch_size") is None:  # which log_dict passes on
+            options["batch_size"] = find_batch_size(batch) or 1
         self._recorder(name, value, **options)
 
     def _flush(self) -> None:
         """At the end of a dataloader, give the other ranks what the last one has logged."""
         mine = None
         if self._pipeline.is_last:
-            calls = [call for calls in self._recorder.calls.values() for call, _ in calls]
+            calls = [one.call for calls in self._recorder.calls.values() for one in calls]
             states = {n: state_of(m) for n, m in self._metrics.items() if m.update_called}
             mine = Relayed([_travelling(call) for call in calls], states)
         relayed = self._pipeline.from_last(mine)
@@ -178,11 +199,18 @@ class _Recorder:
         self._names = {id(metric): name for name, metric in metrics.items()}
         self._times_logged: dict[str, int] = {}
         self._size = 1
-        self.calls: dict[tuple[str, int], list[tuple[LogCall, float]]] = {}
+        self._of_step: list[_Recorded] = []
+        self.calls: dict[tuple[str, int], list[_Recorded]] = {}
 
     def begin(self, size: int) -> None:
         """What follows is logged for so many samples."""
-        self._times_logged, self._size = {}, size
+        self._times_logged, self._size, self._of_step = {}, size, []
+
+    def weigh(self, weight: float) -> None:
+        """What was logged since counts so much, where it was logged without a ``batch_size``."""
+        for one in self._of_step:
+            if one.call.options.get("batch_size") is None:
+                one.weight = weight
 
     def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options |= dict(zip(_LOG_ARGUMENTS, args, strict=False))
@@ -193,8 +221,10 @@ class _Recorder:
             call.metric = options.get("metric_attribute") or self._names.get(id(value))
         elif isinstance(value, Tensor):
             call.value = value.detach()
-        weight = options.get("batch_size") or self._size
-        self.calls.setdefault((name, nth), []).append((call, weight))
+        size = options.get("batch_size") or self._size
+        one = _Recorded(call, size, size)
+        self._of_step.append(one)
+        self.calls.setdefault((name, nth), []).append(one)
 
 
 @contextmanager
@@ -211,11 +241,12 @@ def _drop(*_: Any, **__: Any) -> None:
     """Take the place of ``log`` where there is nothing to log."""
 
 
-def _put_together(calls: Sequence[tuple[LogCall, float]]) -> LogCall:
+def _put_together(calls: Sequence[_Recorded]) -> LogCall:
     """The calls of one name in each micro-batch, as one of the batch."""
-    call = calls[0][0]
-    values, weights = [c.value for c, _ in calls], [weight for _, weight in calls]
-    options = {**call.options, "batch_size": int(sum(weights))}
+    call = calls[0].call
+    counted = [one for one in calls if one.weight] or calls[-1:]
+    values, weights = [one.call.value for one in counted], [one.weight for one in counted]
+    options = {**call.options, "batch_size": int(sum(one.size for one in calls))}
     if call.metric is None:
         call = LogCall(call.name, _reduce(options.get("reduce_fx"), values, weights), options)
     return _travelling(LogCall(call.name, call.value, options, call.metric))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -14,13 +15,14 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pipe import checks
@@ -124,6 +126,7 @@ class PipelineStrategy(PipelineProcesses):
         self._pipeline_parallel_size = pipeline_parallel_size
         self._timeout = timeout
         self._num_ranks = 1
+        self._mesh: DeviceMesh | None = None  # kept over runs, as the process group is
         self._assembly: Assembly | None = None
         self._result: TrainingResult | None = None  # withheld until backward
         self._logs: StepLogs | None = None
@@ -163,7 +166,8 @@ class PipelineStrategy(PipelineProcesses):
         checks.check_module(module, module.trainer.state.fn == TrainerFn.FITTING)
         with on_loopback(self.num_nodes):
             _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
-            module._device_mesh = make_mesh(torch.device("cpu"), self._num_ranks)
+            self._mesh = self._mesh or make_mesh(torch.device("cpu"), self._num_ranks)
+            module._device_mesh = self._mesh
             pipelines = [list(range(self._num_ranks))]
             self._transport = GlooTransport(pipelines, self.root_device, self._timeout)
         self._assembly = None
@@ -263,7 +267,9 @@ class PipelineStrategy(PipelineProcesses):
 
         def step(microbatch: Any, index: int) -> Any:
             with logs.microbatch(microbatch), self.precision_plugin.train_step_context():
-                return module.training_step(microbatch, *args)
+                result = module.training_step(microbatch, *args)
+                logs.weigh(result)
+                return result
 
         with self._guard.watching():
             assembly.check_batch(batch)
@@ -281,8 +287,12 @@ class PipelineStrategy(PipelineProcesses):
     def _free_spent_gradients(self, module: LightningModule) -> None:
         """Free gradients that Lightning would zero right after the step, rather than keep both."""
         trainer = module.trainer
-        zeroes = not is_overridden("optimizer_zero_grad", module)
-        if zeroes and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+        hooks = "optimizer_zero_grad", "on_before_zero_grad"
+        seen = any(is_overridden(hook, module) for hook in hooks) or any(
+            is_overridden("on_before_zero_grad", callback, Callback)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+        )
+        if not seen and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             for parameter in module.parameters():
                 parameter.grad = None
 
@@ -389,6 +399,7 @@ class PipelineStrategy(PipelineProcesses):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
     ) -> None:
         """Write one ordinary checkpoint, on rank 0. Collective."""
+        self._notice_interruption()
         if self._guard.failed:
             rank_zero_warn(f"{filepath} was not written: a rank of the pipeline has failed.")
             return
@@ -396,9 +407,17 @@ class PipelineStrategy(PipelineProcesses):
             consolidate(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def _notice_interruption(self) -> None:
+        """Callbacks learn of an exception before this strategy does; the others may be training."""
+        error, module = sys.exception(), self.lightning_module
+        status = module.trainer.state.status if module is not None else None
+        if error is not None and status == TrainerStatus.INTERRUPTED:
+            self._guard.fail(error)
+
     def _drop_connections(self) -> None:
         """Let go of all that keeps this rank's connections open."""
         self._transport.abandon()
+        self._mesh = None
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = None
 

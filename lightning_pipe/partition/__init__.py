@@ -3,6 +3,7 @@
 from lightning_pipe.partition.absent import absent, is_absent, present
 from lightning_pipe.partition.balance import balance, partition, uniform
 from lightning_pipe.partition.build import (
+    outside_buffers,
     outside_parameters,
     shard,
     shared_between_stages,
@@ -32,6 +33,7 @@ __all__ = [
     "keyword_names",
     "original_class",
     "original_forward",
+    "outside_buffers",
     "outside_parameters",
     "parameter_counts",
     "partition",

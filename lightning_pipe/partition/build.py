@@ -61,6 +61,12 @@ def outside_parameters(root: nn.Module, found: PipelinedLayers) -> list[tuple[st
     return list(names.values())
 
 
+def outside_buffers(root: nn.Module, found: PipelinedLayers) -> list[Tensor]:
+    """Return the buffers that `root` reaches without passing through a layer."""
+    modules = [module for _, module in _modules_outside(root, found.layers)]
+    return [buffer for module in modules for buffer in module.buffers(recurse=False)]
+
+
 def shared_between_stages(found: PipelinedLayers, sizes: Sequence[int]) -> list[tuple[str, str]]:
     """Find the parameters that are one object but live in several places.
 

@@ -182,7 +182,10 @@ class _State:
         if stage > 0:
             entrance = self._entrances.pop(key, None)
             gradients = list(entrance.gradients) if entrance is not None else []
-            self._gradients[stage - 1, microbatch] = gradients
+            # Copies: autograd may have made the same memory a parameter's gradient, to which the
+            # next micro-batch adds.
+            copies = [None if gradient is None else gradient.clone() for gradient in gradients]
+            self._gradients[stage - 1, microbatch] = copies
 
     def send_activation(self, key: Key, peer: int) -> None:
         activation, _ = self._activations.pop(key)
@@ -195,9 +198,10 @@ class _State:
         self._send((Channel.GRADIENT, peer), key, self._gradients.pop(key))
 
     def receive_gradient(self, key: Key, peer: int) -> None:
-        self._gradients[key], _ = self._mailbox.receive((Channel.GRADIENT, peer), key)
+        self._gradients[key], spec = self._mailbox.receive((Channel.GRADIENT, peer), key)
         stage, microbatch = key
-        self._mailbox.confirm((Channel.ACTIVATION, peer), (stage + 1, microbatch))
+        if spec.tensors:  # nothing is sent where nothing needs a gradient
+            self._mailbox.confirm((Channel.ACTIVATION, peer), (stage + 1, microbatch))
 
     def _send(self, route: Route, key: Key, tree: Any) -> None:
         self._mailbox.send(route, key, self._signatures[key[1]], tree)

@@ -3,7 +3,7 @@
 Both ends of a message must know its spec before it can be asked for, and it must be asked for
 early to be fast. So a spec is agreed on once per *signature* (a hashable that both ends derive
 from the micro-batch by themselves): the first message of a signature is led by a header, and from
-then on both ends count on the same spec.
+then on both ends count on the same spec. A message without one (``None``) always has a header.
 
 Receives are asked for in the order of the plan, at most ``AHEAD`` at a time for each channel and
 peer: the next is on its way while this one is used, and memory stays bounded.
@@ -41,6 +41,7 @@ class _Expected:
 
     key: Key
     signature: Hashable
+    spec: Spec | None = None  # once its own header is here
     pending: list[Pending | None] | None = None  # once asked for; None for an empty tensor
 
 
@@ -83,7 +84,8 @@ class Mailbox:
         promised = self._sent.get(name)
         count = 0
         if promised is None:
-            self._sent[name] = spec
+            if signature is not None:
+                self._sent[name] = spec
             count += send_object(self._transport, channel, peer, spec)
         elif promised != spec:
             leaves = _keep_promise(leaves, spec, promised, key, channel)
@@ -98,10 +100,16 @@ class Mailbox:
         self._unconfirmed[route].append((key, count))
 
     def confirm(self, route: Route, key: Key) -> None:
-        """The message for ``key``, and all before it, have arrived: an answer to it is here."""
-        count, sent = 0, self._unconfirmed[route]
-        while sent:
-            confirmed, messages = sent.popleft()
+        """The message for ``key``, and all before it, have arrived: an answer to it is here.
+
+        With several stages on a rank answers come in another order than what they answer, so a
+        later message may have confirmed this one already.
+        """
+        sent = self._unconfirmed[route]
+        if all(sent_key != key for sent_key, _ in sent):
+            return
+        count = 0
+        for confirmed, messages in iter(sent.popleft, None):
             count += messages
             if confirmed == key:
                 break
@@ -121,11 +129,12 @@ class Mailbox:
         inbox = self._inboxes[route]
         message = inbox.expected[0]
         assert message.key == key, f"message {message.key} comes before {key}"
-        name = (route, key[0], message.signature)
-        if name not in self._known:
-            self._known[name] = PendingObject(self._transport, *route).wait()
+        spec = self._spec_of(route, message)
+        if spec is None:
+            spec = message.spec = PendingObject(self._transport, *route).wait()
+            if message.signature is not None:
+                self._known[route, key[0], message.signature] = spec
         self._ask(route, inbox)
-        spec = self._known[name]
         assert message.pending is not None
         tensors: list[Tensor | None] = [
             pending.wait()
@@ -146,7 +155,7 @@ class Mailbox:
             message = inbox.expected[index]
             if message.pending is not None:
                 continue
-            spec = self._known.get((route, message.key[0], message.signature))
+            spec = self._spec_of(route, message)
             if spec is None or not inbox.ready:
                 return
             message.pending = [
@@ -156,6 +165,10 @@ class Mailbox:
                 for leaf in spec.tensors
             ]
             inbox.ready = not spec.has_constants  # those come next, and are of unknown size
+
+    def _spec_of(self, route: Route, message: _Expected) -> Spec | None:
+        known = self._known.get((route, message.key[0], message.signature))
+        return message.spec if known is None else known
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_pipe.runtime.call import StageOutput
@@ -50,6 +51,9 @@ class Pipeline:
         all_parameters: Of the whole model, un-owned ones included: which of them are frozen is
             part of what messages look like.
         split: Cuts a batch.
+        num_evaluated: Into how many micro-batches the arguments of a call outside training are
+            cut; as in training, if not given.
+        shared_buffers: Buffers outside the layers; after a batch all ranks have the last rank's.
         evaluation_outputs: ``"all"``: every rank gets the output of a call that is no training;
             ``"last"``: only the last, the others leave the step.
     """
@@ -65,12 +69,16 @@ class Pipeline:
         shared: Sequence[nn.Parameter] = (),
         all_parameters: Sequence[nn.Parameter] = (),
         split: Split = split_batch,
+        num_evaluated: Callable[[Any], int] | None = None,
+        shared_buffers: Sequence[Tensor] = (),
         evaluation_outputs: Literal["all", "last"] = "all",
     ) -> None:
         self.stages, self.num_stages = dict(stages), num_stages
         self._num_microbatches, self._plan_for, self._split = num_microbatches, plan_for, split
         self._transport, self._random = transport, random_states
         self._shared, self._parameters = list(shared), list(all_parameters)
+        self._num_evaluated = num_evaluated or num_microbatches
+        self._buffers = list(shared_buffers)
         self._outputs = evaluation_outputs
         self._mailbox = Mailbox(transport)
         self._handshake = Handshake(transport)
@@ -79,7 +87,8 @@ class Pipeline:
         self._prepared: dict[tuple[str, int], _Prepared] = {}
         self._round: TrainingRound | None = None
         self._step_of: tuple[str, str, int] | None = None  # activity, loader, batch
-        self._calls = 0  # outside training, for their random streams
+        self._calls = self._steps = 0  # outside training, for their random streams
+        self._calls_in_step = 0
 
     @property
     def measured(self) -> Measurements:
@@ -147,8 +156,10 @@ class Pipeline:
             batch_number: Of the batch in it.
         """
         self._step_of = activity, loader, batch_number
+        self._steps += 1
+        self._calls_in_step = 0
         with self._random.restored():
-            self._random.seed_step(-1 - batch_number, 0)
+            self._random.seed_step(-self._steps, 0)
             try:
                 yield
             except StageOutput:
@@ -179,8 +190,14 @@ class Pipeline:
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._calls += 1
+        self._calls_in_step += 1
+        if self._leaves_steps and self._calls_in_step > 1:
+            raise MisconfigurationException(
+                "The step called the pipelined module twice, but with evaluation_outputs='last' "
+                "the other ranks leave it at the first call. Use evaluation_outputs='all'."
+            )
         whole = (args, kwargs)
-        pieces, sizes = split_batch(whole, self._num_microbatches(whole))
+        pieces, sizes = split_batch(whole, self._num_evaluated(whole))
         signatures = self._signatures("evaluation", pieces)
         prepared = self._prepare("evaluation", len(pieces))
         activity, loader, number = self._step_of or ("a call outside the steps", "it", self._calls)
@@ -194,23 +211,28 @@ class Pipeline:
         work = EvaluationRound(pieces, self.stages, -self._calls)
         self._evaluator.run(prepared.program, signatures, work)
         self._mailbox.end_round()
-        return self._share_output(work.outputs, sizes, signatures[0])
+        return self._share_output(work.outputs, sizes)
 
-    def _share_output(self, outputs: list[Any], sizes: list[int], signature: Hashable) -> Any:
+    @property
+    def _leaves_steps(self) -> bool:
+        """Whether all ranks but the last leave the running step at its call."""
+        return self._outputs == "last" and self._step_of is not None
+
+    def _share_output(self, outputs: list[Any], sizes: list[int]) -> Any:
         """The output of the whole batch, on all ranks or on the last one."""
-        last, rank = self._transport.size - 1, self._transport.rank
-        output = join_outputs(outputs, sizes) if rank == last else None
-        if self._outputs == "last" and self._step_of is not None:
-            if rank != last:
+        last = self._transport.size - 1
+        output = join_outputs(outputs, sizes) if self.is_last else None
+        if self._leaves_steps:
+            if not self.is_last:
                 raise StageOutput(None)
             return output
-        key, whole = (self.num_stages, 0), (signature, tuple(sizes))
-        if rank != last:
+        key = self.num_stages, 0  # what no stage gets
+        if not self.is_last:
             route = (Channel.ACTIVATION, last)
-            self._mailbox.expect(route, [(key, whole)])
+            self._mailbox.expect(route, [(key, None)])
             return self._mailbox.receive(route, key)[0]
         for peer in range(last):
-            self._mailbox.send((Channel.ACTIVATION, peer), key, whole, output)
+            self._mailbox.send((Channel.ACTIVATION, peer), key, None, output)
         return output
 
     def _agree(
@@ -243,10 +265,14 @@ class Pipeline:
             loss = losses.total / losses.weight if losses.weight else losses.total * float("nan")
             own = losses.own_weights == {True}
             weight = losses.weight if own else 1.0
-            message = self.from_last((loss.detach().cpu(), weight, own, attach()))
+            buffers = [buffer.cpu() for buffer in self._buffers]
+            message = self.from_last((loss.detach().cpu(), weight, own, buffers, attach()))
         else:
             message = ending.wait()
-        loss, weight, own, attachment = message
+        loss, weight, own, buffers, attachment = message
+        if ending is not None:
+            for mine, last in zip(self._buffers, buffers, strict=True):
+                mine.copy_(last)
         loss = loss.to(self._transport.device)
         return TrainingResult(loss, weight, own, attachment, work.gradients)
 

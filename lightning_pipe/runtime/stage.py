@@ -102,10 +102,17 @@ def _recomputed(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function now, and again in its backward instead of keeping what it computes.
 
     The random states need no saving: the function starts its streams itself. It works on copies,
-    or a layer that begins in place, as ``ReLU(inplace=True)``, would spoil what is kept.
+    or a layer that begins in place, as ``ReLU(inplace=True)``, would spoil what is kept. Precision
+    plugins change torch's default dtype for the step, but not for backward: it is kept.
     """
+    dtype = torch.get_default_dtype()
 
-    def on_copies(*kept: Any) -> Any:
-        return function(*pytree.tree_map_only(Tensor, Tensor.clone, kept))
+    def again(*kept: Any) -> Any:
+        outside = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return function(*pytree.tree_map_only(Tensor, Tensor.clone, kept))
+        finally:
+            torch.set_default_dtype(outside)
 
-    return checkpoint(on_copies, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False)

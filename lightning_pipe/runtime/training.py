@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_pipe.runtime.call import StageOutput
+from lightning_pipe.runtime.payload import flatten
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.transport import Transport
@@ -65,12 +66,13 @@ class Losses:
     weight: float = 0.0
     own_weights: set[bool] = field(default_factory=set)
 
-    def add(self, result: Any, share: float) -> Tensor:
+    def add(self, result: Any, share: float, output: Any) -> Tensor:
         """Take one step's result.
 
         Args:
             result: What the step returned.
             share: Of the micro-batch in the batch's samples.
+            output: Of the pipelined call, to which the step applied its loss.
 
         Returns:
             What to differentiate.
@@ -83,9 +85,10 @@ class Losses:
                 "for others. Return {'loss': ..., 'weight': ...} always, or never."
             )
         weight = share if weight is None else weight
+        if not weight:  # a mean over nothing is not a number, and counts for nothing
+            loss = sum(leaf.sum() * 0.0 for leaf in flatten(output) if _has_gradient(leaf))
         weighted = loss * weight
-        # A mean over nothing is not a number, and counts for nothing.
-        self.total = self.total + (weighted.detach() if weight else torch.zeros_like(weighted))
+        self.total = self.total + torch.as_tensor(weighted).detach()
         self.weight += weight
         return weighted
 
@@ -124,6 +127,7 @@ class TrainingRound:
         self._to_reduce = set(stages)
         self._calls = 0
         self._now: tuple[Stage, int, Any] | None = None  # the Forward that is running
+        self._output: Any = None  # of the call in it, on the last stage
         self.losses = Losses()
         self.gradients: Gradients = []
 
@@ -138,7 +142,9 @@ class TrainingRound:
         finally:
             self._now = None
         self._check_returned(stage)
-        return self.losses.add(result, self._sizes[microbatch] / sum(self._sizes))
+        share = self._sizes[microbatch] / sum(self._sizes)
+        output, self._output = self._output, None
+        return self.losses.add(result, share, output)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the pipelined call that the user's step makes."""
@@ -153,6 +159,7 @@ class TrainingRound:
         output = stage.forward(inputs, kwargs, self._batch, microbatch)
         if not stage.is_last:
             raise StageOutput(output)
+        self._output = output
         self._random.seed_step(self._batch, microbatch, after_call=True)
         return output
 
@@ -215,11 +222,20 @@ def _loss_and_weight(result: Any) -> tuple[Tensor, float | None]:
             "on other ranks (a penalty over all parameters?). Use weight_decay, or compute the "
             "penalty inside the layers."
         )
+    if not loss.requires_grad:
+        raise MisconfigurationException(
+            "The loss of training_step does not depend on any parameter that requires a gradient: "
+            "all are frozen, or it was detached."
+        )
     if loss.numel() != 1:
         raise MisconfigurationException(
             f"The loss has shape {tuple(loss.shape)}; expected a scalar. Reduce it: loss.mean()."
         )
     return loss, None if weight is None else float(weight)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], transport: Transport) -> None:
