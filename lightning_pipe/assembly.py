@@ -37,7 +37,7 @@ from lightning_pipe.runtime.microbatch import find_batch_size, split_batch
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Checkpointing, Stage
-from lightning_pipe.runtime.transport import Transport
+from lightning_pipe.runtime.transport import ReceiveModel, Transport
 from lightning_pipe.schedule import Placement, accepts, make_plan, simulate
 
 
@@ -81,6 +81,7 @@ class Assembly:
         self._first_batch = True
         outside = outside_parameters(root, self._found)
         self.shared: list[nn.Parameter] = [parameter for _, parameter in outside]
+        self._receive_model: ReceiveModel = "posted"
         self.module = self._found.module
         self.pipeline: Pipeline | None = None
 
@@ -104,6 +105,7 @@ class Assembly:
             random_states: Seed the streams of step and layers.
         """
         found, settings = self._found, self._settings
+        self._receive_model = transport.receive_model
         stages = {}
         for index in self._own_stages:
             where = self._layers_of[index]
@@ -196,7 +198,8 @@ class Assembly:
 
     def _program(self, kind: Literal["training", "evaluation"], count: int) -> Program:
         schedule = "forward" if kind == "evaluation" else self._schedule_for(count)
-        return make_plan(schedule, self._placement, count).programs[self._rank]
+        plan = make_plan(schedule, self._placement, count, self._receive_model)
+        return plan.programs[self._rank]
 
     def _schedule_for(self, count: int) -> str:
         """The schedule, or F-then-B over the same stages for a count that it cannot take."""

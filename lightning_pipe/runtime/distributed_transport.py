@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipe.runtime.errors import PeerLostError
-from lightning_pipe.runtime.transport import Channel, Pending, Route
+from lightning_pipe.runtime.transport import Channel, Pending, ReceiveModel, Route
 
 
 class GlooTransport:
@@ -33,6 +33,8 @@ class GlooTransport:
         device: Where received tensors are put.
         timeout: After which a wait ends in an error.
     """
+
+    receive_model: ReceiveModel = "posted"
 
     def __init__(
         self, pipelines: Sequence[Sequence[int]], device: torch.device, timeout: timedelta

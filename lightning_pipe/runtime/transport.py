@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ Route = tuple[Channel, int]
 """A channel and the peer at its other end."""
 
 
+ReceiveModel = Literal["posted", "rendezvous"]
+"""Whether a send returns at once and is kept until it arrives, or waits for its receive."""
+
+
 class Pending(Protocol):
     """A receive that has been asked for."""
 
@@ -49,6 +53,7 @@ class Transport(Protocol):
     rank: int
     size: int
     device: torch.device
+    receive_model: ReceiveModel
 
     def send(self, channel: Channel, peer: int, tensor: Tensor) -> None:
         """Start to send; returns at once. The tensor must not change until it has arrived."""
@@ -114,6 +119,7 @@ class LocalTransport:
     """
 
     device = torch.device("cpu")
+    receive_model: ReceiveModel = "posted"
 
     def __init__(self, rank: int, hub: LocalHub) -> None:
         self.rank, self.size, self._hub = rank, hub.size, hub
