@@ -130,7 +130,7 @@ def test_a_file_saved_after_fit(ranks: Ranks, tmp_path: Path) -> None:
 def train_again_and_again(pipelines: list[Options | None]) -> tuple[dict[str, Tensor], Any]:
     """Train one module with one Trainer after the other, then test it; one epoch each."""
     L.seed_everything(8, verbose=False)
-    module = Tested()
+    module = Evaluated()
     for pipeline in pipelines:
         run = trainer(pipeline, max_epochs=1)
         run.fit(module, loader())
@@ -140,7 +140,7 @@ def train_again_and_again(pipelines: list[Options | None]) -> tuple[dict[str, Te
     return weights(module), tested
 
 
-class Tested(Classifier):
+class Evaluated(Classifier):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch))
 
