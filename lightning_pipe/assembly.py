@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -106,6 +107,7 @@ class Assembly:
         """
         found, settings = self._found, self._settings
         self._receive_model = transport.receive_model
+        keywords = cache(self._keywords)  # signatures are slow to read, and do not change
         stages = {}
         for index in self._own_stages:
             where = self._layers_of[index]
@@ -114,7 +116,7 @@ class Assembly:
                 self._placement.num_stages,
                 [found.layers[layer] for layer in where],
                 where.start,
-                self._keywords,
+                keywords,
                 settings.activation_checkpointing,
                 random_states,
             )

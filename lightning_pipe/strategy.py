@@ -130,6 +130,7 @@ class PipelineStrategy(PipelineProcesses):
         self._assembly: Assembly | None = None
         self._result: TrainingResult | None = None  # withheld until backward
         self._logs: StepLogs | None = None
+        self._spent_unseen = False
         self._batch_size: int | None = None
         self._guard = FailureGuard()
         self.report: PipelineReport | None = None
@@ -284,15 +285,20 @@ class PipelineStrategy(PipelineProcesses):
             return {"loss": result.loss, "weight": torch.tensor(result.weight)}
         return result.loss
 
+    def on_train_start(self) -> None:
+        """Find out whether anyone looks at the gradients of the batch before."""
+        module = self.lightning_module
+        assert module is not None
+        hooks = "optimizer_zero_grad", "on_before_zero_grad"
+        self._spent_unseen = not any(is_overridden(hook, module) for hook in hooks) and not any(
+            is_overridden("on_before_zero_grad", callback, Callback)
+            for callback in module.trainer.callbacks  # type: ignore[attr-defined]
+        )
+
     def _free_spent_gradients(self, module: LightningModule) -> None:
         """Free gradients that Lightning would zero right after the step, rather than keep both."""
         trainer = module.trainer
-        hooks = "optimizer_zero_grad", "on_before_zero_grad"
-        seen = any(is_overridden(hook, module) for hook in hooks) or any(
-            is_overridden("on_before_zero_grad", callback, Callback)
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-        )
-        if not seen and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+        if self._spent_unseen and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             for parameter in module.parameters():
                 parameter.grad = None
 
