@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipe.programs import RankPrograms, Timing
 from lightning_pipe.runtime.call import PipelinedModule, attach
 from lightning_pipe.runtime.distributed_transport import GlooTransport
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Stage
-from lightning_pipe.schedule import Placement, Timeline, make_plan, simulate
+from lightning_pipe.schedule import Placement, Timeline, make_plan, policy_for, simulate
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=120)
@@ -44,12 +45,10 @@ def make_pipeline(
         for index, module in stages.items()
     }
 
-    def program(kind: str, count: int) -> Any:
-        name = "forward" if kind == "evaluation" else job.schedule
-        return make_plan(name, placement, count).programs[rank]
-
+    policy = policy_for(job.schedule, weight_stashing=True, vertical_sync=False)
+    programs = RankPrograms(Timing(job.schedule, job.m, policy, placement), rank, "posted")
     transport = GlooTransport([list(range(job.p))], CPU, TIMEOUT)
-    pipeline = Pipeline(parts, num_stages, lambda batch: job.m, program, transport, random_states)
+    pipeline = Pipeline(parts, num_stages, lambda batch: job.m, programs, transport, random_states)
     model = Model()
     attach(model, pipeline)
     return pipeline, model
@@ -77,7 +76,7 @@ def step_function(
         result = pipeline.train(training_step, work.batch(number), number)
         result.deliver()
         optimizer.step()
-        return result.loss.item()
+        return result.finished[0].loss.item()
 
     return step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,15 +32,19 @@ from lightning_pipe.partition import (
     stage_slices,
     swap_class,
 )
+from lightning_pipe.programs import RankPrograms, Timing
 from lightning_pipe.report import PipelineReport, StageReport
 from lightning_pipe.runtime.call import PipelinedModule, attach
-from lightning_pipe.runtime.executor import Measurements, Program
+from lightning_pipe.runtime.executor import Measurements
 from lightning_pipe.runtime.microbatch import find_batch_size, split_batch
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Checkpointing, Stage
-from lightning_pipe.runtime.transport import ReceiveModel, Transport
-from lightning_pipe.schedule import Placement, accepts, make_plan, simulate
+from lightning_pipe.runtime.transport import Transport
+from lightning_pipe.schedule import Placement, Plan, make_plan, policy_for, simulate
+
+_LONG_FILL = 100  # batches; a longer one has no noticeable bubble, and takes long to simulate
+_DEBUG = "LIGHTNING_PIPE_DEBUG"  # variable of the environment: compare versions at every message
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Settings:
     module: str | None
     activation_checkpointing: Checkpointing
     evaluation_outputs: Literal["all", "last"]
+    weight_stashing: bool = True
+    vertical_sync: bool = False
 
 
 class Assembly:
@@ -73,6 +80,12 @@ class Assembly:
     ) -> None:
         self._root, self._settings, self._rank = root, settings, rank
         self._placement = Placement.round_robin(num_ranks, settings.stages_per_rank)
+        self._timing = Timing(
+            settings.schedule,
+            settings.num_microbatches,
+            policy_for(settings.schedule, settings.weight_stashing, settings.vertical_sync),
+            self._placement,
+        )
         self._found = find_layers(root, settings.module)
         self._counts = parameter_counts(self._found)
         self._sizes = partition(settings.partition, self._counts, self._placement.num_stages)
@@ -81,8 +94,9 @@ class Assembly:
         self._own_stages = self._placement.stages_of(rank)
         self._first_batch = True
         outside = outside_parameters(root, self._found)
+        if self._timing.continuous:
+            checks.check_outside([name for name, _ in outside])
         self.shared: list[nn.Parameter] = [parameter for _, parameter in outside]
-        self._receive_model: ReceiveModel = "posted"
         self.module = self._found.module
         self.pipeline: Pipeline | None = None
 
@@ -106,7 +120,6 @@ class Assembly:
             random_states: Seed the streams of step and layers.
         """
         found, settings = self._found, self._settings
-        self._receive_model = transport.receive_model
         keywords = cache(self._keywords)  # signatures are slow to read, and do not change
         stages = {}
         for index in self._own_stages:
@@ -124,7 +137,7 @@ class Assembly:
             stages,
             self._placement.num_stages,
             self._count,
-            self._program,
+            RankPrograms(self._timing, self._rank, transport.receive_model),
             transport,
             random_states,
             self.shared,
@@ -133,6 +146,7 @@ class Assembly:
             self._count_evaluated,
             outside_buffers(self._root, self._found),  # now: a change of dtype replaces buffers
             settings.evaluation_outputs,
+            compares_versions=os.environ.get(_DEBUG, "") not in ("", "0"),
         )
         swap_class(found.module, PipelinedModule)
         attach(found.module, _CheckedOnce(self.pipeline, self))
@@ -173,40 +187,50 @@ class Assembly:
             measured: By rank.
             batch_size: Of a batch.
         """
-        count = self._count_for(batch_size)
+        count = self._timing.count(batch_size)
         wall = max(m.wall for m in measured)  # a rank's own ends when others are still cooling down
-        plan = make_plan(self._schedule_for(count), self._placement, count)
+        timeline = simulate(self._typical_plan(count, measured[0]))
         stages = []
         for index, where in enumerate(self._layers_of):
             rank = self._placement.rank_of[index]
             names = self._found.names[where.start], self._found.names[where.stop - 1], len(where)
             parameters = sum(self._counts[layer] for layer in where)
+            versions, weight_bytes = measured[rank].weights[index]
             stages.append(
-                StageReport(rank, names, parameters, measured[rank].peak_in_flight[index])
+                StageReport(
+                    rank,
+                    names,
+                    parameters,
+                    measured[rank].peak_in_flight[index],
+                    measured[rank].updates[index],
+                    versions,
+                    weight_bytes,
+                )
             )
         return PipelineReport(
             self._settings.schedule,
             count,
             tuple(stages),
-            simulate(plan).mean_bubble,
+            timeline.mean_bubble,
             tuple(1 - m.busy / wall if wall else 0.0 for m in measured),
-            measured[0].rounds,
+            measured[0].batches,
+            self._timing.continuous,
+        )
+
+    def _typical_plan(self, count: int, measured: Measurements) -> Plan:
+        """What was run again and again: a batch, or a fill of as many as there were on average."""
+        timing = self._timing
+        if not timing.continuous:
+            return make_plan(timing.schedule_for(count), timing.placement, count)
+        batches = min(max(1, round(measured.batches / max(measured.fills, 1))), _LONG_FILL)
+        return make_plan(
+            timing.schedule, timing.placement, (count,) * batches, policy=timing.policy
         )
 
     def _keywords(self, layer: nn.Module, num_positional: int) -> frozenset[str]:
         if not self._found.keywords:
             return frozenset()
         return keyword_names(layer, num_positional)
-
-    def _program(self, kind: Literal["training", "evaluation"], count: int) -> Program:
-        schedule = "forward" if kind == "evaluation" else self._schedule_for(count)
-        plan = make_plan(schedule, self._placement, count, self._receive_model)
-        return plan.programs[self._rank]
-
-    def _schedule_for(self, count: int) -> str:
-        """The schedule, or F-then-B over the same stages for a count that it cannot take."""
-        fits = accepts(self._settings.schedule, self._placement, count)
-        return self._settings.schedule if fits else "gpipe"
 
     def _split(self, batch: Any, count: int) -> tuple[list[Any], list[int]]:
         own = getattr(self._root, "split_batch", None)
@@ -220,20 +244,7 @@ class Assembly:
         return 1 if hasattr(self._root, "split_batch") else self._count(arguments)
 
     def _count(self, batch: Any) -> int:
-        return self._count_for(find_batch_size(batch))
-
-    def _count_for(self, batch_size: int | None) -> int:
-        """Into how many micro-batches a batch is cut."""
-        if self._settings.num_microbatches != "auto":
-            return self._settings.num_microbatches
-        most = 1 if self._settings.schedule == "naive" else 4 * self._placement.num_stages
-        most = min(most, batch_size or 1)
-        fitting = (
-            count
-            for count in range(most, 0, -1)
-            if accepts(self._settings.schedule, self._placement, count)
-        )
-        return next(fitting, most)
+        return self._timing.count(find_batch_size(batch))
 
 
 def _return_freed_memory() -> None:

@@ -8,13 +8,21 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_pipe.schedule import Placement, ScheduleError, make_plan, schedule_names
+from lightning_pipe.schedule import (
+    SCHEDULES,
+    Placement,
+    ScheduleError,
+    make_plan,
+    policy_for,
+    schedule_names,
+)
 
 _CHOICES = {
     "activation_checkpointing": ("none", "stage", "layer"),
@@ -36,13 +44,6 @@ def check_arguments(arguments: dict[str, Any]) -> None:
                 f"PipelineStrategy({name}={arguments[name]!r}): expected one of "
                 f"{', '.join(map(repr, choices))}."
             )
-    if not arguments["weight_stashing"] or arguments["vertical_sync"]:
-        raise MisconfigurationException(
-            f"PipelineStrategy(weight_stashing={arguments['weight_stashing']}, vertical_sync="
-            f"{arguments['vertical_sync']}) has no effect with the synchronous schedule "
-            f"{schedule!r}, whose weights do not change within a batch. Leave both at their "
-            "defaults (True, False)."
-        )
     for name in ("data_parallel_size", "tensor_parallel_size"):
         if arguments[name] != 1:
             raise MisconfigurationException(
@@ -60,6 +61,10 @@ def check_arguments(arguments: dict[str, Any]) -> None:
             f"PipelineStrategy(num_microbatches={count!r}): expected 'auto' or a number from 1."
         )
     check_schedule(schedule, count, arguments["stages_per_rank"], num_ranks=None)
+    try:
+        policy_for(schedule, arguments["weight_stashing"], arguments["vertical_sync"])
+    except ScheduleError as error:
+        raise MisconfigurationException(f"PipelineStrategy: {error}") from error
 
 
 def check_schedule(
@@ -85,8 +90,10 @@ def check_schedule(
         count = ranks if num_microbatches == "auto" else num_microbatches
         if num_microbatches == "auto" and schedule == "naive":
             count = 1
+        continuous = schedule in SCHEDULES and SCHEDULES[schedule].continuous
         try:
-            make_plan(schedule, Placement.round_robin(ranks, stages_per_rank), count)
+            placement = Placement.round_robin(ranks, stages_per_rank)
+            make_plan(schedule, placement, (count, count) if continuous else count)
         except ScheduleError as error:
             raise MisconfigurationException(f"PipelineStrategy: {error}") from error
 
@@ -157,16 +164,38 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def check_precision(precision: Precision) -> None:
+def check_precision(precision: Precision, weight_stashing: bool = True) -> None:
     """Check that a precision plugin can be used with a pipeline.
 
+    Args:
+        precision: The plugin.
+        weight_stashing: Whether backwards read the weights of their forwards.
+
     Raises:
-        MisconfigurationException: It scales losses.
+        MisconfigurationException: It scales losses, or keeps weights that must not be kept.
     """
     if isinstance(getattr(precision, "scaler", None), torch.amp.GradScaler):
         raise MisconfigurationException(
             f"precision={precision.precision!r} scales the loss, which is not supported in a "
             "pipeline yet. Use 'bf16-mixed', 'bf16-true', '32-true' or '64-true'."
+        )
+    if not weight_stashing and isinstance(precision, MixedPrecision):
+        raise MisconfigurationException(
+            f"PipelineStrategy(weight_stashing=False) with precision={precision.precision!r}: "
+            "autocast keeps copies of the weights of a forward for its backward, which would read "
+            "these instead of the newest. Use weight_stashing=True, or precision 'bf16-true' or "
+            "'32-true'."
+        )
+
+
+def warn_of_clipping(trainer: Trainer) -> None:
+    """Say once what gradient clipping means where stages are updated at different times."""
+    by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+    if trainer.gradient_clip_val and by_norm:
+        rank_zero_warn(
+            f"gradient_clip_val={trainer.gradient_clip_val} with an asynchronous schedule clips by "
+            "the norm of each stage's gradients, not of the whole model's: stages are updated at "
+            "different times."
         )
 
 
@@ -197,6 +226,20 @@ def check_tied(pairs: Sequence[tuple[str, str]]) -> None:
         raise MisconfigurationException(
             f"Parameters are shared between stages: {named}. That is not supported yet. Give each "
             "its own parameter, or choose a partition that puts both into one stage."
+        )
+
+
+def check_outside(names: Sequence[str]) -> None:
+    """Refuse parameters outside the layers, which an asynchronous schedule cannot update.
+
+    Raises:
+        MisconfigurationException: There are some.
+    """
+    if names:
+        raise MisconfigurationException(
+            f"Parameters outside the pipelined layers: {', '.join(map(repr, names))}. They live on "
+            "every stage, but with an asynchronous schedule stages are updated at different "
+            "times. Move them into a layer, or choose a synchronous schedule ('1f1b')."
         )
 
 

@@ -97,6 +97,7 @@ class StepLogs:
         self._undo_keep_local = keep_local(self._metrics)
         self._recorder = _Recorder(self._metrics)
         self._watch: MetricWatch | None = None
+        self.names: set[str] = set()  # of all that training steps have logged
         self._undo_evaluation: Callable[[], None] | None = None
 
     def close(self) -> None:
@@ -131,15 +132,27 @@ class StepLogs:
             return Relayed(calls, self._watch.finish() if self._watch is not None else {})
 
     def play(self, relayed: Relayed) -> None:
-        """Log here what the last rank has logged, inside the hook that it belongs to."""
-        if not self._pipeline.is_last:  # whose metrics have seen it all
-            for name, state in relayed.metrics.items():
-                state.apply_to(self._metrics[name])
+        """Log here what the last rank has logged, inside the hook that it belongs to.
+
+        The last rank's own metrics have seen it all, and maybe later batches, too: there only the
+        value for the batch is set while it is logged.
+        """
+        latest = {name: self._metrics[name]._forward_cache for name in relayed.metrics}
+        for name, state in relayed.metrics.items():
+            metric = self._metrics[name]
+            if self._pipeline.is_last:
+                metric._forward_cache = state.forward_cache
+            else:
+                state.apply_to(metric)
         with self._context():
             for call in relayed.calls:
                 value = self._metrics[call.metric] if call.metric is not None else call.value
                 value = move_data_to_device(value, self._module.device)
                 self._module.log(call.name, value, **call.options)
+                self.names.add(call.name)
+        if self._pipeline.is_last:
+            for name, value in latest.items():
+                self._metrics[name]._forward_cache = value
 
     # ----------------------------------------------------------------------------- evaluation
 

@@ -14,12 +14,18 @@ class StageReport:
         layers: Names of its first and last layer, and how many there are.
         parameters: Number of parameter elements.
         peak_in_flight: Most micro-batches whose backward was still due at a time.
+        updates: Number of updates of its weights.
+        live_versions: Most versions of its weights held at a time.
+        weight_bytes: Bytes of these, measured.
     """
 
     rank: int
     layers: tuple[str, str, int]
     parameters: int
     peak_in_flight: int
+    updates: int
+    live_versions: int
+    weight_bytes: int
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,11 @@ class PipelineReport:
         num_microbatches: Per batch.
         stages: In order.
         predicted_bubble: Share of idle time, mean over the ranks, if all stages took the same
-            time, a backward twice that of a forward, and communication none.
+            time, a backward twice that of a forward, and communication none. For a continuous
+            schedule that of a fill of as many batches as there were on average.
         measured_bubble: Share of the rounds' time outside Forward and Backward, by rank.
-        rounds: Batches trained.
+        batches: Batches trained.
+        continuous: Whether the pipeline stayed full between batches.
     """
 
     schedule: str
@@ -41,22 +49,28 @@ class PipelineReport:
     stages: tuple[StageReport, ...]
     predicted_bubble: float
     measured_bubble: tuple[float, ...]
-    rounds: int
+    batches: int
+    continuous: bool
 
     def __str__(self) -> str:
         """A table for the terminal."""
         lines = [
             f"Pipeline: {self.schedule}; stages: {len(self.stages)}; micro-batches: "
-            f"{self.num_microbatches}; batches: {self.rounds}",
+            f"{self.num_microbatches}; batches: {self.batches}",
             f"{'stage':>5} {'rank':>5} {'layers':<34} {'parameters':>12} {'peak in flight':>15}",
         ]
+        if self.continuous:
+            lines[1] += f" {'updates':>8} {'versions':>9} {'weight bytes':>13}"
         for index, stage in enumerate(self.stages):
             first, last, count = stage.layers
             names = first if count == 1 else f"{first} .. {last} ({count})"
-            lines.append(
+            line = (
                 f"{index:>5} {stage.rank:>5} {names:<34} {stage.parameters:>12,} "
                 f"{stage.peak_in_flight:>15}"
             )
+            if self.continuous:
+                line += f" {stage.updates:>8} {stage.live_versions:>9} {stage.weight_bytes:>13,}"
+            lines.append(line)
         measured = sum(self.measured_bubble) / len(self.measured_bubble)
         by_rank = ", ".join(f"{bubble:.1%}" for bubble in self.measured_bubble)
         lines.append(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,10 +14,11 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -29,7 +29,9 @@ from lightning_pipe import checks
 from lightning_pipe.assembly import Assembly, Settings
 from lightning_pipe.checkpoint import consolidate, own_optimizer_state
 from lightning_pipe.clipping import clip_over_pipeline
+from lightning_pipe.coordination import Coordination
 from lightning_pipe.data import load_alike
+from lightning_pipe.evaluation import PipelineEvaluation
 from lightning_pipe.failure import FailureGuard
 from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.relay import StepLogs
@@ -39,7 +41,7 @@ from lightning_pipe.runtime.mesh import make_mesh, on_loopback
 from lightning_pipe.runtime.microbatch import find_batch_size
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
-from lightning_pipe.runtime.training import TrainingResult
+from lightning_pipe.training import PipelineTraining
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -53,10 +55,14 @@ class PipelineStrategy(PipelineProcesses):
     Args:
         schedule: In which order micro-batches go through the stages: ``"naive"`` (one at a time),
             ``"gpipe"`` (all forwards, then all backwards; Huang et al. 2019), ``"1f1b"`` (one
-            forward, one backward, fewer activations; Narayanan et al. 2019) or ``"interleaved"``
-            (1f1b with several stages on each rank, a smaller bubble; Narayanan et al. 2021).
+            forward, one backward, fewer activations; Narayanan et al. 2019), ``"interleaved"``
+            (1f1b with several stages on each rank, a smaller bubble; Narayanan et al. 2021), or,
+            asynchronous, without a bubble between batches, ``"pipedream"`` (an update after every
+            backward; Narayanan et al. 2019) or ``"pipedream_2bw"`` (one per batch, delayed by one;
+            Narayanan et al. 2021).
         num_microbatches: Into how many micro-batches a batch is cut. ``"auto"``: four for each
-            stage, at most one for each sample.
+            stage, at most one for each sample; 1 for ``"pipedream"``, as many as stages for
+            ``"pipedream_2bw"``.
         stages_per_rank: Stages on each rank; more than 1 for ``"interleaved"``.
         partition: How layers are put into stages: ``"parameters"`` (the largest stage as small as
             possible), ``"uniform"`` (equally many layers), or a list with the number of layers of
@@ -65,8 +71,11 @@ class PipelineStrategy(PipelineProcesses):
         activation_checkpointing: Which activations are computed again in backward instead of
             kept: ``"none"``, ``"stage"`` (all but a stage's input) or ``"layer"`` (all but the
             layers' inputs).
-        weight_stashing: For asynchronous schedules; leave it.
-        vertical_sync: For asynchronous schedules; leave it.
+        weight_stashing: For ``"pipedream"``: whether a backward reads the same version of the
+            weights as its forward did, of which a stage then keeps one for each micro-batch in
+            flight. Without, it reads the newest, and gradients are of no single version.
+        vertical_sync: For ``"pipedream"`` with weight stashing: whether a micro-batch reads on all
+            stages the version that the first stage had when it entered.
         evaluation_outputs: Who gets the output of the pipelined call in validation, test and
             prediction: ``"all"`` ranks, or only the ``"last"``, for outputs too large to send.
         pipeline_parallel_size: Number of pipeline ranks; ``"auto"``: all processes.
@@ -122,15 +131,16 @@ class PipelineStrategy(PipelineProcesses):
             module,
             activation_checkpointing,
             evaluation_outputs,
+            weight_stashing,
+            vertical_sync,
         )
         self._pipeline_parallel_size = pipeline_parallel_size
         self._timeout = timeout
         self._num_ranks = 1
         self._mesh: DeviceMesh | None = None  # kept over runs, as the process group is
         self._assembly: Assembly | None = None
-        self._result: TrainingResult | None = None  # withheld until backward
         self._logs: StepLogs | None = None
-        self._spent_unseen = False
+        self._training: PipelineTraining | None = None  # while fitting
         self._batch_size: int | None = None
         self._guard = FailureGuard()
         self.report: PipelineReport | None = None
@@ -150,6 +160,11 @@ class PipelineStrategy(PipelineProcesses):
         assert self._assembly.pipeline is not None
         return self._assembly.pipeline
 
+    @property
+    def _fit(self) -> PipelineTraining:
+        assert self._training is not None
+        return self._training
+
     # --------------------------------------------------------------------------- setup and teardown
 
     def setup_environment(self) -> None:
@@ -163,7 +178,7 @@ class PipelineStrategy(PipelineProcesses):
         checks.check_schedule(
             settings.schedule, settings.num_microbatches, settings.stages_per_rank, self._num_ranks
         )
-        checks.check_precision(self.precision_plugin)
+        checks.check_precision(self.precision_plugin, settings.weight_stashing)
         checks.check_module(module, module.trainer.state.fn == TrainerFn.FITTING)
         with on_loopback(self.num_nodes):
             _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
@@ -201,6 +216,9 @@ class PipelineStrategy(PipelineProcesses):
         pipeline = assembly.connect(self._transport, random_states)
         context = self.precision_plugin.forward_context
         self._logs = StepLogs(self.lightning_module, pipeline, context)
+        self._evaluation = PipelineEvaluation(
+            pipeline, self._logs, self._settings.evaluation_outputs
+        )
         if trainer.state.fn == TrainerFn.FITTING:
             with checks.expecting_one_optimizer():
                 self.setup_optimizers(trainer)
@@ -208,7 +226,18 @@ class PipelineStrategy(PipelineProcesses):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._clip_over_all_stages(assembly)
+            self._training = PipelineTraining(
+                self.lightning_module,
+                pipeline,
+                self.precision_plugin,
+                self._logs,
+                Coordination(trainer, self),
+                lambda: self.optimizers[0],
+            )
+            if pipeline.continuous:
+                checks.warn_of_clipping(trainer)
+            else:
+                self._clip_over_all_stages(assembly)
         # Epoch values need no reduction here: all ranks log the same.
         warnings.filterwarnings("ignore", ".*It is recommended to use `self.log.*sync_dist=True")
 
@@ -240,7 +269,9 @@ class PipelineStrategy(PipelineProcesses):
     def teardown(self) -> None:
         """Give rank 0 all weights and the module its own ways back."""
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        self._result = None
+        if self._training is not None:
+            self._training.close()
+            self._training = None
         if self._logs is not None:
             self._logs.close()
             self._logs = None
@@ -256,68 +287,39 @@ class PipelineStrategy(PipelineProcesses):
     # ------------------------------------------------------------------------------------- training
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        """Run the schedule; gradients wait in this strategy until `backward`.
+        """Run the schedule; gradients wait until `backward`.
 
         Returns:
-            The batch's mean loss, equal on all ranks.
+            A batch's mean loss, equal on all ranks. With an asynchronous schedule it is that of
+            the batch that has just come to its end, and not a number while the pipeline fills.
         """
-        module, logs, assembly = self.lightning_module, self._logs, self._assembly
-        assert module is not None
-        assert logs is not None
-        assert assembly is not None
-
-        def step(microbatch: Any, index: int) -> Any:
-            with logs.microbatch(microbatch), self.precision_plugin.train_step_context():
-                result = module.training_step(microbatch, *args)
-                logs.weigh(result)
-                return result
-
+        assert self._assembly is not None
         with self._guard.watching():
-            assembly.check_batch(batch)
+            self._assembly.check_batch(batch)
             self._batch_size = self._batch_size or find_batch_size(batch)
-            self._free_spent_gradients(module)
-            logs.begin_batch()
-            number = module.trainer.fit_loop.epoch_loop.total_batch_idx
-            result = self.pipeline.train(step, batch, number, "train_dataloader", logs.collect)
-            logs.play(result.attachment)
-        self._result = result
-        if result.own_weight:
-            return {"loss": result.loss, "weight": torch.tensor(result.weight)}
-        return result.loss
+            return self._fit.training_step(batch, args)
 
     def on_train_start(self) -> None:
-        """Find out whether anyone looks at the gradients of the batch before."""
-        module = self.lightning_module
-        assert module is not None
-        hooks = "optimizer_zero_grad", "on_before_zero_grad"
-        self._spent_unseen = not any(is_overridden(hook, module) for hook in hooks) and not any(
-            is_overridden("on_before_zero_grad", callback, Callback)
-            for callback in module.trainer.callbacks  # type: ignore[attr-defined]
-        )
-
-    def _free_spent_gradients(self, module: LightningModule) -> None:
-        """Free gradients that Lightning would zero right after the step, rather than keep both."""
-        trainer = module.trainer
-        if self._spent_unseen and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            for parameter in module.parameters():
-                parameter.grad = None
+        """Look at the hooks that will be called."""
+        self._fit.begin()
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Deliver the gradients that `training_step` has computed, between Lightning's hooks."""
-        module = self.lightning_module
-        assert module is not None
-        assert self._result is not None
-        loss: Tensor = self.precision_plugin.pre_backward(closure_loss, module)
-        self._result.deliver(1 / module.trainer.accumulate_grad_batches)
-        self._result = None
-        return self.precision_plugin.post_backward(loss, module)
+        return self._fit.backward(closure_loss)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Step, unless the pipeline is filling and there is no update yet."""
+        return self._fit.optimizer_step(optimizer, closure, **kwargs)
 
     def on_train_end(self) -> None:
         """Put the ranks' measurements together."""
         assert self._assembly is not None
         with self._guard.watching():
+            self._fit.drain()
             measured: list[Any] = [None] * self.world_size
             dist.all_gather_object(measured, self.pipeline.measured)
             self.report = self._assembly.report(measured, self._batch_size)
@@ -327,68 +329,54 @@ class PipelineStrategy(PipelineProcesses):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; its pipelined calls go through the stages."""
         assert self.lightning_module is not None
-        step = self.lightning_module.validation_step
-        return self._evaluate(
-            "validation", "val", self.precision_plugin.val_step_context, step, args
+        step, context = (
+            self.lightning_module.validation_step,
+            self.precision_plugin.val_step_context,
         )
+        with self._guard.watching():
+            return self._evaluation.step("validation", "val", context, step, args)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
         assert self.lightning_module is not None
         step = self.lightning_module.test_step
-        return self._evaluate("test", "test", self.precision_plugin.test_step_context, step, args)
+        context = self.precision_plugin.test_step_context
+        with self._guard.watching():
+            return self._evaluation.step("test", "test", context, step, args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
         assert self.lightning_module is not None
         step = self.lightning_module.predict_step
         context = self.precision_plugin.predict_step_context
-        return self._evaluate("prediction", "predict", context, step, args)
-
-    def _evaluate(
-        self,
-        activity: str,
-        prefix: str,
-        context: Callable[[], AbstractContextManager[None]],
-        step: Callable[..., Any],
-        args: tuple[Any, ...],
-    ) -> Any:
-        assert self._logs is not None
-        number = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
-        with (
-            self._guard.watching(),
-            context(),
-            self._logs.evaluation_step(self._settings.evaluation_outputs),
-            self.pipeline.evaluating(activity, f"{prefix}_dataloader", number),
-        ):
-            return step(*args)
-        return None  # this rank's stage has left the step
+        with self._guard.watching():
+            return self._evaluation.step("prediction", "predict", context, step, args)
 
     def on_validation_start(self) -> None:
         """Prepare to share logged values where only the last rank has outputs."""
-        self._begin_evaluation()
+        self._evaluation.begin()
 
     def on_test_start(self) -> None:
         """See `on_validation_start`."""
-        self._begin_evaluation()
+        self._evaluation.begin()
 
     def on_validation_end(self) -> None:
         """Undo `on_validation_start`."""
-        self._end_evaluation()
+        self._evaluation.end()
 
     def on_test_end(self) -> None:
         """Undo `on_test_start`."""
-        self._end_evaluation()
-
-    def _begin_evaluation(self) -> None:
-        if self._settings.evaluation_outputs == "last" and self._logs is not None:
-            self._logs.begin_evaluation()
-
-    def _end_evaluation(self) -> None:
-        if self._logs is not None:
-            self._logs.end_evaluation()
+        self._evaluation.end()
 
     # ---------------------------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights, for a checkpoint: after the updates of all batches so far. Collective."""
+        self._notice_interruption()
+        if self._training is not None and not self._guard.failed:
+            with self._guard.watching():
+                self._training.drain()
+        return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what this rank owns."""
@@ -418,6 +406,12 @@ class PipelineStrategy(PipelineProcesses):
         error, module = sys.exception(), self.lightning_module
         status = module.trainer.state.status if module is not None else None
         if error is not None and status == TrainerStatus.INTERRUPTED:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Give up, unless all ranks have agreed to stop together."""
+        together = self._training is not None and self._training.stops
+        if not (together and isinstance(error, SIGTERMException)):
             self._guard.fail(error)
 
     def _drop_connections(self) -> None:
@@ -429,5 +423,5 @@ class PipelineStrategy(PipelineProcesses):
 
     def on_exception(self, exception: BaseException) -> None:
         """End the other ranks, and let them speak first."""
-        self._guard.fail(exception)
+        self._fail(exception)
         self._guard.end_children(self.launcher)

@@ -6,14 +6,19 @@ Every patch checks that what it changes is there, and is made on an instance, ne
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import RunningStage
+
+Undo = Callable[[], None]
 
 
-def before_dataloader_results(trainer: Trainer, flush: Callable[[], None]) -> Callable[[], None]:
+def before_dataloader_results(trainer: Trainer, flush: Callable[[], None]) -> Undo:
     """Call ``flush`` before the running evaluation loop reads the results of a dataloader.
 
     Reason: with ``evaluation_outputs="last"`` the logged values of all batches reach the other
@@ -37,8 +42,7 @@ def before_dataloader_results(trainer: Trainer, flush: Callable[[], None]) -> Ca
             module._current_fx_name = before
         method()
 
-    loop._store_dataloader_outputs = patched
-    return lambda: loop.__dict__.pop("_store_dataloader_outputs", None)
+    return _replace((loop, "_store_dataloader_outputs", patched))
 
 
 def stop_child_observer() -> None:
@@ -50,6 +54,196 @@ def stop_child_observer() -> None:
     for thread in threading.enumerate():
         if thread.name == "child-process-observer" and hasattr(thread, "_run"):
             thread._run = lambda: True
+
+
+def take_sigterm(trainer: Trainer, on_signal: Callable[[], None]) -> Undo:
+    """Let SIGTERM only call ``on_signal``, and no batch begin with a broadcast of who got one.
+
+    Reason: Lightning's handler broadcasts, and a rank that waits for another in gloo never runs
+    it: the signal hangs. Its broadcast before every batch lets the ranks wait for each other.
+    """
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    return _replace(
+        (connector, "_sigterm_notifier_fn", lambda signum, frame: on_signal()),
+        (loop, "_broadcast_sigterm_tensor", _nothing),
+    )
+
+
+def stop_as_after_sigterm(trainer: Trainer) -> None:
+    """Let the training loop end after this batch, as if this process had received SIGTERM."""
+    _existing(trainer._signal_connector, "received_sigterm")
+    trainer._signal_connector.received_sigterm = True
+
+
+def answer_broadcast(
+    strategy: Strategy, callback: Callback, method: str, answer: Callable[[], Any]
+) -> Undo:
+    """Answer the first broadcast that a callback's method makes, unless the answer is ``None``.
+
+    Reason: `Timer` and time-based `ModelCheckpoint` ask rank 0's clock by a broadcast after every
+    batch, for which all ranks would wait; rank 0's decision is known already.
+    """
+    original = _existing(callback, method)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        value = answer()
+        if value is None:
+            return original(*args, **kwargs)
+
+        def answering(obj: Any, src: int = 0) -> Any:
+            del strategy.__dict__["broadcast"]
+            return value
+
+        strategy.__dict__["broadcast"] = answering
+        try:
+            return original(*args, **kwargs)
+        finally:
+            strategy.__dict__.pop("broadcast", None)
+
+    return _replace((callback, method, patched))
+
+
+def decide_when_to_validate(trainer: Trainer, decide: Callable[[], bool | None]) -> Undo:
+    """Let ``decide`` say whether the time between validations has passed; ``None``: the clock.
+
+    Reason: with a `val_check_interval` in time every rank looks at a clock of its own, and one
+    would validate while another trains.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    original = _existing(loop, "_should_check_val_fx")
+    clock: Any = trainer
+
+    def patched(data_fetcher: Any) -> bool:
+        decision, before = decide(), clock._last_val_time
+        if decision is not None:
+            clock._last_val_time = float("-inf") if decision else float("inf")
+        try:
+            return bool(original(data_fetcher))
+        finally:
+            clock._last_val_time = before
+
+    return _replace((loop, "_should_check_val_fx", patched))
+
+
+def pauses_after_batch(trainer: Trainer) -> bool:
+    """Whether the running batch is the last before validation, or before training ends."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    last_step = trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
+    return bool(
+        last_step
+        or _existing(loop, "_num_ready_batches_reached")()
+        or _existing(loop, "_should_check_val_fx")(trainer.fit_loop._data_fetcher)
+    )
+
+
+def before_pauses(trainer: Trainer, drain: Callable[[], None]) -> Undo:
+    """Call ``drain`` before a validation in training, and before the end of an epoch.
+
+    Reason: a pause that a hook of the batch asks for (`trainer.should_stop = True`) was not known
+    when its training step ran, and no strategy hook is called before the hooks of an epoch's end.
+    """
+    fit_loop: Any = trainer.fit_loop
+    validation = fit_loop.epoch_loop.val_loop
+
+    def first(method: Callable[[], Any]) -> Callable[[], Any]:
+        def patched() -> Any:
+            drain()
+            return method()
+
+        return patched
+
+    return _replace(
+        (validation, "run", first(_existing(validation, "run"))),
+        (fit_loop, "on_advance_end", first(_existing(fit_loop, "on_advance_end"))),
+    )
+
+
+@contextmanager
+def as_in_training_step(trainer: Trainer) -> Iterator[None]:
+    """Inside, ``log`` logs as it does in `training_step`.
+
+    Reason: what a drain between steps completes was logged in training steps.
+    """
+    module: Any = trainer.lightning_module
+    hook, stage = _existing(module, "_current_fx_name"), trainer.state.stage
+    module._current_fx_name, trainer.state.stage = "training_step", RunningStage.TRAINING
+    try:
+        yield
+    finally:
+        module._current_fx_name, trainer.state.stage = hook, stage
+
+
+def batches_logged(trainer: Trainer) -> int:
+    """The step under which loggers put what the running batch logs."""
+    return int(_existing(trainer.fit_loop.epoch_loop, "_batches_that_stepped"))
+
+
+def log_step(trainer: Trainer, step: int, names: Collection[str]) -> None:
+    """Give loggers what was logged under some names, as at the end of a batch.
+
+    Reason: a drain completes several batches in one training step, and Lightning would log only
+    the last of them.
+    """
+    connector: Any = trainer._logger_connector
+    every = _existing(trainer, "log_every_n_steps")
+    if every and (step + 1) % every == 0:
+        logged = _existing(connector, "metrics")["log"]
+        values = {name: value for name, value in logged.items() if _named(name, names)}
+        if values:
+            values["epoch"] = trainer.current_epoch
+            _existing(connector, "log_metrics")(values, step=step)
+
+
+def hide_stale_values(trainer: Trainer, hidden: Callable[[], Collection[str]]) -> Undo:
+    """At the end of a batch, give loggers nothing that was logged under the ``hidden`` names.
+
+    Reason: Lightning logs the latest value at every step, and while the pipeline fills no batch
+    has come to its end, or `log_step` has logged all of them.
+    """
+    connector: Any = trainer._logger_connector
+    update = _existing(connector, "update_train_step_metrics")
+    log_metrics = _existing(connector, "log_metrics")
+
+    def patched() -> None:
+        names = hidden()
+
+        def log_the_rest(metrics: dict[str, Any], step: int | None = None) -> None:
+            rest = {name: v for name, v in metrics.items() if not _named(name, names)}
+            log_metrics(rest, step)
+
+        undo = _replace((connector, "log_metrics", log_the_rest))
+        try:
+            update()
+        finally:
+            undo()
+
+    return _replace((connector, "update_train_step_metrics", patched))
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether training steps run without backward, as `StochasticWeightAveraging` lets them."""
+    return bool(_existing(trainer.fit_loop.epoch_loop.automatic_optimization, "_skip_backward"))
+
+
+def _named(name: str, names: Collection[str]) -> bool:
+    return name in names or name.removesuffix("_step") in names
+
+
+def _nothing() -> None:
+    """Take the place of a method that must do nothing."""
+
+
+def _replace(*patches: tuple[Any, str, Any]) -> Undo:
+    """Set attributes of instances, and give what takes them away again."""
+    for owner, name, value in patches:
+        _existing(owner, name)
+        owner.__dict__[name] = value
+
+    def undo() -> None:
+        for owner, name, _ in patches:
+            owner.__dict__.pop(name, None)
+
+    return undo
 
 
 def _existing(owner: Any, name: str) -> Any:

@@ -49,7 +49,7 @@ class GlooTransport:
                 self.rank, self.size = list(ranks).index(me), len(ranks)
         # A send that nobody holds is cancelled, and one that is done does not say so.
         self._sent: dict[Route, deque[tuple[Any, Tensor]]] = defaultdict(deque)
-        self._old: dict[Route, int] = {}  # how many of them are from before the last `settle`
+        self._of_round: dict[Route, deque[int]] = defaultdict(deque)  # of them, oldest round first
         self._asked: set[_PendingGloo] = set()  # and not waited for yet
 
     def send(self, channel: Channel, peer: int, tensor: Tensor) -> None:
@@ -78,20 +78,29 @@ class GlooTransport:
     def arrived(self, channel: Channel, peer: int, count: int) -> None:
         """See :class:`Transport`."""
         route = channel, peer
-        sent = self._sent[route]
+        self._let_go(route, count)
+        rounds = self._of_round[route]
+        for index, sent in enumerate(rounds):
+            rounds[index] -= min(count, sent)
+            count -= min(count, sent)
+
+    def settle(self, control_rounds: int = 0) -> None:
+        """See :class:`Transport`."""
+        for route, sent in self._sent.items():
+            rounds = self._of_round[route]
+            rounds.append(len(sent) - sum(rounds))
+            kept = 1 + (control_rounds if route[0] is Channel.CONTROL else 0)
+            while len(rounds) > kept:
+                self._let_go(route, rounds.popleft())
+
+    def _let_go(self, route: Route, count: int) -> None:
+        """Wait for the oldest messages of a route."""
         for _ in range(count):
-            work, _ = sent.popleft()
+            work, _ = self._sent[route].popleft()
             try:
                 work.wait()
             except RuntimeError as error:
-                raise PeerLostError(f"sending to rank {peer}: {error}") from error
-        self._old[route] = max(self._old.get(route, 0) - count, 0)
-
-    def settle(self) -> None:
-        """See :class:`Transport`."""
-        for route, sent in self._sent.items():
-            self.arrived(*route, self._old.get(route, 0))
-            self._old[route] = len(sent)
+                raise PeerLostError(f"sending to rank {route[1]}: {error}") from error
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See :class:`Transport`."""

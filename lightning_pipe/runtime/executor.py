@@ -1,10 +1,14 @@
-"""Run a program: the instructions that one round causes on one rank."""
+"""Run programs: the instructions that each round causes on one rank.
+
+What is in flight at the end of a round (with an asynchronous schedule; a synchronous one leaves
+nothing) stays for the rounds to come.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_pipe.runtime.errors import PeerLostError
+from lightning_pipe.runtime.errors import PeerLostError, PipelineError
 from lightning_pipe.runtime.mailbox import Key, Mailbox
 from lightning_pipe.runtime.payload import Entrance, Spec, assemble, disassemble, flatten
 from lightning_pipe.runtime.transport import Channel, Route
@@ -34,7 +38,7 @@ Program = Sequence[Instruction]
 class Work(Protocol):
     """What a round computes; the executor decides when, this decides what."""
 
-    def forward(self, stage: int, microbatch: int, activation: Any) -> Any:
+    def forward(self, step: Forward, activation: Any) -> Any:
         """Run a stage. ``activation`` is what entered it (nothing on stage 0).
 
         Returns:
@@ -42,12 +46,16 @@ class Work(Protocol):
         """
         ...
 
-    def reduce(self, stage: int) -> None:
+    def backward(self, step: Backward, run: Callable[[], None]) -> None:
+        """Run a stage's backward, which is ``run``."""
+        ...
+
+    def reduce(self, step: Reduce) -> None:
         """Sum the gradients of a stage that several ranks share."""
         ...
 
-    def update(self, stage: int) -> None:
-        """Hand the gradients of a stage over to whoever updates its weights."""
+    def update(self, step: Update) -> None:
+        """Update the weights of a stage, or hand its gradients over to whoever does."""
         ...
 
 
@@ -60,12 +68,20 @@ class Measurements:
         busy: Of these, seconds in Forward and Backward instructions.
         peak_in_flight: For each stage, most micro-batches whose backward was still due.
         rounds: How many.
+        batches: How many batches began in them.
+        fills: How often the pipeline was filled.
+        updates: For each stage.
+        weights: For each stage, most versions of its weights held at a time, and most bytes.
     """
 
     wall: float = 0.0
     busy: float = 0.0
     peak_in_flight: Counter[int] = field(default_factory=Counter)
     rounds: int = 0
+    batches: int = 0
+    fills: int = 0
+    updates: Mapping[int, int] = field(default_factory=dict)
+    weights: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class Executor:
@@ -75,14 +91,18 @@ class Executor:
         mailbox: Sends and receives.
         num_stages: Of the whole model.
         rank: Of the pipeline, for errors.
+        compares_versions: Send with each activation the version of the weights that it was
+            computed with, and compare it with the plan.
     """
 
-    def __init__(self, mailbox: Mailbox, num_stages: int, rank: int) -> None:
-        self._mailbox, self._rank = mailbox, rank
-        self._last = num_stages - 1
+    def __init__(
+        self, mailbox: Mailbox, num_stages: int, rank: int, compares_versions: bool = False
+    ) -> None:
+        self._rank = rank
+        self._state = _State(mailbox, num_stages - 1, compares_versions)
         self.measured = Measurements()
 
-    def run(self, program: Program, signatures: Sequence[Hashable], work: Work) -> None:
+    def run(self, program: Program, signatures: Mapping[int, Hashable], work: Work) -> None:
         """Run one round.
 
         Args:
@@ -93,7 +113,8 @@ class Executor:
         Raises:
             Exception: Whatever the work raises, with a note that says where.
         """
-        state = _State(self._mailbox, signatures, self._last)
+        state, measured = self._state, self.measured
+        state.signatures = signatures
         start, busy = time.perf_counter(), 0.0
         for instruction in program:
             began = time.perf_counter()
@@ -104,53 +125,53 @@ class Executor:
                 raise
             if isinstance(instruction, (Forward, Backward)):
                 busy += time.perf_counter() - began
-        self.measured.wall += time.perf_counter() - start
-        self.measured.busy += busy
-        self.measured.rounds += 1
-        for stage, peak in state.peak.items():
-            self.measured.peak_in_flight[stage] = max(self.measured.peak_in_flight[stage], peak)
+        measured.wall += time.perf_counter() - start
+        measured.busy += busy
+        measured.rounds += 1
+        measured.peak_in_flight |= state.peak  # the larger of the two
 
 
 class _State:
-    """What one round has computed and not used up yet."""
+    """What was computed or received, and is not used up yet."""
 
-    def __init__(self, mailbox: Mailbox, signatures: Sequence[Hashable], last: int) -> None:
-        self._mailbox, self._signatures, self._last = mailbox, signatures, last
+    def __init__(self, mailbox: Mailbox, last: int, compares_versions: bool) -> None:
+        self._mailbox, self._last, self._compares_versions = mailbox, last, compares_versions
+        self.signatures: Mapping[int, Hashable] = {}
         self._activations: dict[Key, tuple[Any, Spec]] = {}  # by the stage they enter
         self._gradients: dict[Key, list[Tensor | None]] = {}  # by the stage they come back to
         self._entrances: dict[Key, Entrance] = {}
         self._roots: dict[Key, Tensor | list[GradientEdge]] = {}  # of the graphs in flight
         self._in_flight: Counter[int] = Counter()
-        self.peak: dict[int, int] = defaultdict(int)
+        self.peak: Counter[int] = Counter()
 
     def execute(self, instruction: Instruction, work: Work) -> None:
         """Give an instruction its meaning."""
         match instruction:
-            case ReceiveActivation(stage, microbatch, peer):
-                self.receive_activation((stage, microbatch), peer)
-            case Forward(stage, microbatch):
-                self.forward((stage, microbatch), work)
-            case SendActivation(stage, microbatch, peer):
-                self.send_activation((stage + 1, microbatch), peer)
-            case ReceiveGradient(stage, microbatch, peer):
-                self.receive_gradient((stage, microbatch), peer)
-            case Backward(stage, microbatch):
-                self.backward((stage, microbatch))
-            case SendGradient(stage, microbatch, peer):
-                self.send_gradient((stage - 1, microbatch), peer)
-            case Reduce(stage):
-                work.reduce(stage)
-            case Update(stage):
-                work.update(stage)
+            case ReceiveActivation():
+                self.receive_activation(instruction)
+            case Forward():
+                self.forward(instruction, work)
+            case SendActivation():
+                self.send_activation(instruction)
+            case ReceiveGradient():
+                self.receive_gradient(instruction)
+            case Backward():
+                self.backward(instruction, work)
+            case SendGradient():
+                self.send_gradient(instruction)
+            case Reduce():
+                work.reduce(instruction)
+            case Update():
+                work.update(instruction)
 
-    def forward(self, key: Key, work: Work) -> None:
-        stage, microbatch = key
+    def forward(self, step: Forward, work: Work) -> None:
+        stage, microbatch = key = step.stage, step.microbatch
         activation = None
         if stage > 0:
             activation, entrance = _enter(*self._activations.pop(key))
             if entrance is not None:
                 self._entrances[key] = entrance
-        output = work.forward(stage, microbatch, activation)
+        output = work.forward(step, activation)
         if stage == self._last:
             if torch.is_grad_enabled():
                 self._roots[key] = output
@@ -162,22 +183,17 @@ class _State:
                 for leaf in leaves
                 if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
+            if self._compares_versions:
+                output = output, step.version
             self._activations[stage + 1, microbatch] = output, spec
         self._in_flight[stage] += 1
         self.peak[stage] = max(self.peak[stage], self._in_flight[stage])
 
-    def backward(self, key: Key) -> None:
-        stage, microbatch = key
+    def backward(self, step: Backward, work: Work) -> None:
+        stage, microbatch = key = step.stage, step.microbatch
         root = self._roots.pop(key)
-        if isinstance(root, Tensor):
-            if root.requires_grad:
-                torch.autograd.backward(root)
-        else:
-            gradients = self._gradients.pop(key)
-            due = [(edge, g) for edge, g in zip(root, gradients, strict=True) if g is not None]
-            if due:
-                edges, given = zip(*due, strict=True)
-                torch.autograd.backward(edges, given)
+        gradients = [] if isinstance(root, Tensor) else self._gradients.pop(key)
+        work.backward(step, lambda: _differentiate(root, gradients))
         self._in_flight[stage] -= 1
         if stage > 0:
             entrance = self._entrances.pop(key, None)
@@ -187,24 +203,48 @@ class _State:
             copies = [None if gradient is None else gradient.clone() for gradient in gradients]
             self._gradients[stage - 1, microbatch] = copies
 
-    def send_activation(self, key: Key, peer: int) -> None:
+    def send_activation(self, step: SendActivation) -> None:
+        key = step.stage + 1, step.microbatch
         activation, _ = self._activations.pop(key)
-        self._send((Channel.ACTIVATION, peer), key, activation)
+        self._send((Channel.ACTIVATION, step.peer), key, activation)
 
-    def receive_activation(self, key: Key, peer: int) -> None:
-        self._activations[key] = self._mailbox.receive((Channel.ACTIVATION, peer), key)
+    def receive_activation(self, step: ReceiveActivation) -> None:
+        key = step.stage, step.microbatch
+        activation, spec = self._mailbox.receive((Channel.ACTIVATION, step.peer), key)
+        if self._compares_versions:
+            activation, version = activation
+            spec = Spec(disassemble(activation)[1].structure, spec.leaves[:-1])
+            if version != step.version:
+                raise PipelineError(
+                    f"The activation was computed with version {version} of the weights of stage "
+                    f"{step.stage - 1}, but the plan says {step.version}. Please report it."
+                )
+        self._activations[key] = activation, spec
 
-    def send_gradient(self, key: Key, peer: int) -> None:
-        self._send((Channel.GRADIENT, peer), key, self._gradients.pop(key))
+    def send_gradient(self, step: SendGradient) -> None:
+        key = step.stage - 1, step.microbatch
+        self._send((Channel.GRADIENT, step.peer), key, self._gradients.pop(key))
 
-    def receive_gradient(self, key: Key, peer: int) -> None:
-        self._gradients[key], spec = self._mailbox.receive((Channel.GRADIENT, peer), key)
-        stage, microbatch = key
+    def receive_gradient(self, step: ReceiveGradient) -> None:
+        stage, microbatch = key = step.stage, step.microbatch
+        self._gradients[key], spec = self._mailbox.receive((Channel.GRADIENT, step.peer), key)
         if spec.tensors:  # nothing is sent where nothing needs a gradient
-            self._mailbox.confirm((Channel.ACTIVATION, peer), (stage + 1, microbatch))
+            self._mailbox.confirm((Channel.ACTIVATION, step.peer), (stage + 1, microbatch))
 
     def _send(self, route: Route, key: Key, tree: Any) -> None:
-        self._mailbox.send(route, key, self._signatures[key[1]], tree)
+        self._mailbox.send(route, key, self.signatures[key[1]], tree)
+
+
+def _differentiate(root: Tensor | list[GradientEdge], gradients: list[Tensor | None]) -> None:
+    """Run the backward of a loss, or of a stage's outputs given their gradients."""
+    if isinstance(root, Tensor):
+        if root.requires_grad:
+            torch.autograd.backward(root)
+        return
+    due = [(edge, g) for edge, g in zip(root, gradients, strict=True) if g is not None]
+    if due:
+        edges, given = zip(*due, strict=True)
+        torch.autograd.backward(edges, given)
 
 
 def _enter(tree: Any, spec: Spec) -> tuple[Any, Entrance | None]:

@@ -25,6 +25,21 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """What rank 0 decides for all ranks, and what it is asked for.
+
+    Attributes:
+        asked: Whether the sender, or a rank before it, was asked to stop.
+        stops: Whether training stops after this round.
+        decisions: What only one clock must decide, in an order that all ranks know.
+    """
+
+    asked: bool = False
+    stops: bool = False
+    decisions: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
 class Announcement:
     """What a rank is about to do.
 
@@ -35,6 +50,8 @@ class Announcement:
         shapes: Hash of shapes and dtypes of all micro-batches.
         data: Checksum of the batch.
         arguments: Checksum of what the pipelined call gets for the first micro-batch.
+        ends: Whether the sender empties its pipeline after this, or leaves its loop.
+        agreement: What the ranks agree on in this round.
     """
 
     activity: str
@@ -43,6 +60,8 @@ class Announcement:
     shapes: int
     data: int
     arguments: int
+    ends: bool = True
+    agreement: Agreement = Agreement()
 
 
 class Handshake:
@@ -91,6 +110,13 @@ def compare(mine: Announcement, heard: Announcement, rank: int, arguments: bool)
             f"{mine.activity} batch {mine.batch}. All ranks of a pipeline must run the same "
             f"batches of {mine.loader}: give its data the same length on every rank, and let no "
             "rank skip a step or stop by itself."
+        )
+    if heard.ends != mine.ends:
+        last, other = (rank - 1, rank) if heard.ends else (rank, rank - 1)
+        raise PipelineError(
+            f"{ranks} disagree on where training pauses: after {mine.activity} batch {mine.batch} "
+            f"of {mine.loader}, rank {last} leaves the loop or validates, and rank {other} does "
+            "not. Give the data the same length on every rank, and let no rank stop by itself."
         )
     if (heard.shapes, heard.data) != (mine.shapes, mine.data):
         raise PipelineError(

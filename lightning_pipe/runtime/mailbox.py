@@ -115,10 +115,14 @@ class Mailbox:
                 break
         self._transport.arrived(*route, count)
 
-    def end_round(self) -> None:
-        """Wait for what was sent in earlier rounds; that of this one may still be under way."""
+    def end_round(self, control_rounds: int = 0) -> None:
+        """Wait for what was sent in earlier rounds; that of this one may still be under way.
+
+        Args:
+            control_rounds: See :meth:`Transport.settle`.
+        """
         self._unconfirmed.clear()
-        self._transport.settle()
+        self._transport.settle(control_rounds)
 
     def receive(self, route: Route, key: Key) -> tuple[Any, Spec]:
         """Wait for the message for ``key``, which must be the next one of its route.

@@ -1,44 +1,65 @@
-"""One batch of training: the user's step for every Forward, the gradients withheld."""
+"""What a schedule computes in training, and what comes out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_pipe.runtime.call import StageOutput
-from lightning_pipe.runtime.payload import flatten
-from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Stage
+from lightning_pipe.runtime.steps import BatchSteps, Losses
 from lightning_pipe.runtime.transport import Transport
+from lightning_pipe.runtime.weights import Gradients, WeightStore
+from lightning_pipe.schedule.instructions import Backward, Forward, Reduce, Update
 
-Step = Callable[[Any, int], Any]
-"""The user's step: a micro-batch and its number in, the loss (or ``{"loss", "weight"}``) out."""
-
-Gradients = list[tuple[nn.Parameter, Tensor]]
+ApplyUpdate = Callable[[Gradients, int], None]
+"""Makes an update at once: the gradients, and the number of the batch that they come from."""
 
 
 @dataclass
-class TrainingResult:
+class BatchResult:
     """What a batch of training came to, equal on all ranks.
 
     Attributes:
-        loss: The batch's mean, a scalar without gradient.
+        number: Of the batch over the whole run.
+        loss: Its mean, a scalar without gradient.
         weight: Sum of the weights that the gradients must be divided by.
         own_weight: Whether the step gave weights of its own.
         attachment: What the last rank added, see :meth:`Pipeline.train`.
-        gradients: This rank's, not divided by ``weight`` yet.
     """
 
+    number: int
     loss: Tensor
     weight: float
     own_weight: bool
     attachment: Any
+
+
+@dataclass
+class TrainingResult:
+    """What one round of training came to.
+
+    Attributes:
+        finished: The batches of which the last rank's word has reached all, oldest first: the
+            round's own with a synchronous schedule, earlier ones with an asynchronous one.
+        decisions: What rank 0 had decided, see :class:`Wishes`.
+        stops: Whether training stops after this round, on all ranks.
+        update: Number of the batch whose update is due now; ``None`` if no update is, while the
+            pipeline fills.
+        gradients: For that update, this rank's, not divided by ``weight`` yet.
+        weight: Sum of the weights in the gradients.
+    """
+
+    finished: list[BatchResult]
+    decisions: tuple[bool, ...] = ()
+    stops: bool = False
+    update: int | None = None
     gradients: Gradients = field(default_factory=list)
+    weight: float = 1.0
 
     def deliver(self, scale: float = 1.0) -> None:
         """Add the gradients, times ``scale`` and over the weight, to those of the parameters."""
@@ -53,189 +74,180 @@ class TrainingResult:
         self.gradients = []
 
 
-@dataclass
-class Losses:
-    """The losses of a batch, on the rank of the last stage.
+class TrainingWork(Protocol):
+    """What the executor computes in training, round by round; see also ``executor.Work``.
 
     Attributes:
-        total: Sum of ``loss * weight``.
-        weight: Sum of the weights; 1 unless the step returns weights of its own.
+        due: Number of the batch whose update is left to the caller; ``None`` if there is none.
+        gradients: For it.
+        updates: Updates so far, by stage.
     """
 
-    total: Tensor | float = 0.0
-    weight: float = 0.0
-    own_weights: set[bool] = field(default_factory=set)
+    due: int | None
+    gradients: Gradients
+    updates: Counter[int]
 
-    def add(self, result: Any, share: float, output: Any) -> Tensor:
-        """Take one step's result.
+    def new_losses(self) -> Losses:
+        """For a batch."""
+        ...
+
+    def begin(self, steps: BatchSteps | None, first: int, last_update: Update | None) -> None:
+        """Begin a round.
 
         Args:
-            result: What the step returned.
-            share: Of the micro-batch in the batch's samples.
-            output: Of the pipelined call, to which the step applied its loss.
-
-        Returns:
-            What to differentiate.
+            steps: Of its batch; ``None`` in a round that only drains.
+            first: Number of the batch's first micro-batch; 0 begins a fill.
+            last_update: The one that is left to the caller.
         """
-        loss, weight = _loss_and_weight(result)
-        self.own_weights.add(weight is not None)
-        if len(self.own_weights) > 1:
-            raise MisconfigurationException(
-                "training_step returned a weight for some micro-batches of the batch and none "
-                "for others. Return {'loss': ..., 'weight': ...} always, or never."
-            )
-        weight = share if weight is None else weight
-        if not weight:  # a mean over nothing is not a number, and counts for nothing
-            loss = sum(leaf.sum() * 0.0 for leaf in flatten(output) if _has_gradient(leaf))
-        weighted = loss * weight
-        self.total = self.total + torch.as_tensor(weighted).detach()
-        self.weight += weight
-        return weighted
+        ...
+
+    def weights(self) -> Mapping[int, tuple[int, int]]:
+        """By stage, most versions of the weights held at a time, and most bytes."""
+        ...
 
 
-class TrainingRound:
-    """What the executor computes in one batch of training on one rank.
+class SynchronousWork:
+    """Gradients of one batch, summed over its micro-batches; all weights have one version.
 
     Args:
-        step: The user's.
-        microbatches: Pieces of the batch.
-        sizes: Samples in each.
         stages: This rank's.
-        batch: Number of the batch over the whole run; names the random streams.
-        random_states: Seed the streams.
         shared: Parameters outside the layers, which live on every rank.
         transport: Sums the gradients of ``shared``.
-        on_first_call: Gets the arguments of the round's first pipelined call.
     """
 
     def __init__(
-        self,
-        step: Step,
-        microbatches: Sequence[Any],
-        sizes: Sequence[int],
-        stages: Mapping[int, Stage],
-        batch: int,
-        random_states: RandomStates,
-        shared: Sequence[nn.Parameter],
-        transport: Transport,
-        on_first_call: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        self, stages: Mapping[int, Stage], shared: Sequence[nn.Parameter], transport: Transport
     ) -> None:
-        self._step, self._microbatches, self._sizes = step, microbatches, sizes
-        self._stages, self._batch, self._random = stages, batch, random_states
-        self._shared, self._transport = list(shared), transport
-        self._on_first_call: Callable[..., None] | None = on_first_call
-        self._to_reduce = set(stages)
-        self._calls = 0
-        self._now: tuple[Stage, int, Any] | None = None  # the Forward that is running
-        self._output: Any = None  # of the call in it, on the last stage
-        self.losses = Losses()
+        self._stages, self._shared, self._transport = stages, list(shared), transport
+        self.updates: Counter[int] = Counter()
+
+    def new_losses(self) -> Losses:
+        """See :class:`TrainingWork`."""
+        return Losses()
+
+    def begin(self, steps: BatchSteps | None, first: int, last_update: Update | None) -> None:
+        """See :class:`TrainingWork`; all updates are left to the caller."""
+        assert steps is not None
+        self._steps = steps
+        self.due: int | None = steps.batch.number
         self.gradients: Gradients = []
+        self._to_reduce, self._to_take = set(self._stages), list(self._shared)
 
-    def forward(self, stage: int, microbatch: int, activation: Any) -> Any:
+    def forward(self, step: Forward, activation: Any) -> Any:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
-        self._now, self._calls = (self._stages[stage], microbatch, activation), 0
-        self._random.seed_step(self._batch, microbatch)
-        try:
-            result = self._step(self._microbatches[microbatch], microbatch)
-        except StageOutput as unwound:
-            return unwound.with_traceback(None).output
-        finally:
-            self._now = None
-        self._check_returned(stage)
-        share = self._sizes[microbatch] / sum(self._sizes)
-        output, self._output = self._output, None
-        return self.losses.add(result, share, output)
+        return self._steps.forward(step.stage, step.microbatch, activation)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer the pipelined call that the user's step makes."""
-        assert self._now is not None
-        stage, microbatch, activation = self._now
-        self._calls += 1
-        self._refuse_second_call()
-        if self._on_first_call is not None:
-            self._on_first_call(args, kwargs)
-            self._on_first_call = None
-        inputs = args if stage.is_first else (activation,)
-        output = stage.forward(inputs, kwargs, self._batch, microbatch)
-        if not stage.is_last:
-            raise StageOutput(output)
-        self._output = output
-        self._random.seed_step(self._batch, microbatch, after_call=True)
-        return output
+    def backward(self, step: Backward, run: Callable[[], None]) -> None:
+        """See :class:`~lightning_pipe.runtime.executor.Work`."""
+        run()
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, step: Reduce) -> None:
         """Sum the gradients of the parameters outside the layers, after this rank's last stage."""
-        self._to_reduce.discard(stage)
+        self._to_reduce.discard(step.stage)
         if self._shared and not self._to_reduce:
             _sum_gradients(self._shared, self._transport)
 
-    def update(self, stage: int) -> None:
+    def update(self, step: Update) -> None:
         """Take a stage's gradients away from its parameters; Lightning's backward brings them."""
-        self._take(p for layer in self._stages[stage].layers for p in layer.parameters())
-        if self._shared:
-            self._take(self._shared)
-            self._shared = []
+        self._take(p for layer in self._stages[step.stage].layers for p in layer.parameters())
+        self._take(self._to_take)
+        self._to_take = []
+        self.updates[step.stage] += 1
 
-    def _take(self, parameters: Any) -> None:
+    def weights(self) -> Mapping[int, tuple[int, int]]:
+        """See :class:`TrainingWork`."""
+        return {index: (1, _bytes(stage.layers)) for index, stage in self._stages.items()}
+
+    def _take(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 self.gradients.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def _refuse_second_call(self) -> None:
-        if self._calls > 1:
-            raise MisconfigurationException(
-                "training_step called the pipelined module twice. A schedule runs it once per "
-                "micro-batch: put both inputs into one call (concatenate them along dimension "
-                "0), or train without a pipeline."
-            )
 
-    def _check_returned(self, stage: int) -> None:
-        if self._calls == 0:
-            raise MisconfigurationException(
-                "training_step did not call the pipelined module. Call it once in every step "
-                "(name another with PipelineStrategy(module=...) if it is the wrong one)."
-            )
-        if not self._stages[stage].is_last:
-            raise MisconfigurationException(
-                "training_step caught the exception by which a stage leaves it at the pipelined "
-                "call. Replace `except:` or `except BaseException` around the call by `except "
-                "Exception`."
-            )
-        self._refuse_second_call()  # again, if the step has caught the error
+class AsynchronousWork:
+    """Gradients of one stage, each computed with the version of the weights that its plan names.
+
+    Args:
+        stage: This rank's.
+        per_microbatch: Whether every micro-batch makes an update (PipeDream), or every batch (2BW).
+        apply_update: Makes the updates that are not left to the caller.
+    """
+
+    def __init__(self, stage: Stage, per_microbatch: bool, apply_update: ApplyUpdate) -> None:
+        self._stage, self._per_microbatch, self._apply = stage, per_microbatch, apply_update
+        self._store = WeightStore(stage.layers)
+        self._update_of: dict[int, int] = {}  # micro-batches in flight
+        self._batch_of: dict[int, int] = {}  # updates to come
+        self._gathered: dict[int, list[Tensor | None]] = {}  # gradients, by update
+        self._batches = 0
+        self.updates: Counter[int] = Counter()
+
+    def new_losses(self) -> Losses:
+        """See :class:`TrainingWork`."""
+        return Losses(separate=self._per_microbatch, takes_weights=False)
+
+    def begin(self, steps: BatchSteps | None, first: int, last_update: Update | None) -> None:
+        """See :class:`TrainingWork`."""
+        self._steps, self._first, self._last_update = steps, first, last_update
+        self.due: int | None = None
+        self.gradients: Gradients = []
+        if steps is None:
+            return
+        if first == 0:
+            self._store.begin_fill()
+            self._batches = 0
+        for index in range(len(steps.batch.pieces)):
+            update = first + index if self._per_microbatch else self._batches
+            self._update_of[first + index] = update
+            self._batch_of[update] = steps.batch.number
+        self._batches += 1
+
+    def forward(self, step: Forward, activation: Any) -> Any:
+        """See :class:`~lightning_pipe.runtime.executor.Work`."""
+        assert self._steps is not None
+        with self._store.reading(step.version):
+            return self._steps.forward(step.stage, step.microbatch - self._first, activation)
+
+    def backward(self, step: Backward, run: Callable[[], None]) -> None:
+        """See :class:`~lightning_pipe.runtime.executor.Work`."""
+        with self._store.reading(step.version):
+            run()
+        update = self._update_of.pop(step.microbatch)
+        gradients = self._store.take_gradients(step.version)
+        so_far = self._gathered.setdefault(update, gradients)
+        if so_far is not gradients:
+            self._gathered[update] = [_sum(a, b) for a, b in zip(so_far, gradients, strict=True)]
+
+    def reduce(self, step: Reduce) -> None:
+        """No parameter lives on several ranks."""
+
+    def update(self, step: Update) -> None:
+        """Update now, or leave the last update of the round to the caller."""
+        gradients = self._store.with_parameters(self._gathered.pop(step.update))
+        batch = self._batch_of.pop(step.update)
+        self._store.advance(step.keeps)
+        self.updates[step.stage] += 1
+        if step is self._last_update:
+            self.due, self.gradients = batch, gradients
+        else:
+            self._apply(gradients, batch)
+
+    def weights(self) -> Mapping[int, tuple[int, int]]:
+        """See :class:`TrainingWork`."""
+        store = self._store
+        return {self._stage.index: (store.peak_versions, store.peak_bytes)}
 
 
-def _loss_and_weight(result: Any) -> tuple[Tensor, float | None]:
-    loss, weight = result, None
-    if isinstance(result, Mapping):
-        loss, weight = result.get("loss"), result.get("weight")
-    if not isinstance(loss, Tensor):
-        raise MisconfigurationException(
-            f"training_step returned {type(result).__name__}"
-            f"{'' if not isinstance(result, Mapping) else f' with keys {list(result)}'}; a "
-            "pipeline needs the loss: a tensor, {'loss': tensor}, or {'loss': tensor, 'weight': "
-            "number}."
-        )
-    if loss.is_meta:
-        raise MisconfigurationException(
-            "The loss is on the meta device: training_step used parameters of layers that live "
-            "on other ranks (a penalty over all parameters?). Use weight_decay, or compute the "
-            "penalty inside the layers."
-        )
-    if not loss.requires_grad:
-        raise MisconfigurationException(
-            "The loss of training_step does not depend on any parameter that requires a gradient: "
-            "all are frozen, or it was detached."
-        )
-    if loss.numel() != 1:
-        raise MisconfigurationException(
-            f"The loss has shape {tuple(loss.shape)}; expected a scalar. Reduce it: loss.mean()."
-        )
-    return loss, None if weight is None else float(weight)
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first.add_(second)
 
 
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+def _bytes(layers: Iterable[nn.Module]) -> int:
+    parameters = {p for layer in layers for p in layer.parameters()}
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], transport: Transport) -> None:

@@ -69,8 +69,12 @@ class Transport(Protocol):
         """Let go of the oldest messages of a channel, which are known to have arrived."""
         ...
 
-    def settle(self) -> None:
-        """Wait until all that was sent before the last call of this has arrived."""
+    def settle(self, control_rounds: int = 0) -> None:
+        """End a round, and wait until all that was sent in earlier ones has arrived.
+
+        Args:
+            control_rounds: For so many rounds more, control messages may be under way.
+        """
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -137,7 +141,7 @@ class LocalTransport:
     def arrived(self, channel: Channel, peer: int, count: int) -> None:
         """See :class:`Transport`; nothing is ever under way."""
 
-    def settle(self) -> None:
+    def settle(self, control_rounds: int = 0) -> None:
         """See :class:`Transport`; nothing is ever under way."""
 
     def all_reduce(self, tensor: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Pipeline schedules as data: generate, lower, validate, simulate and draw them. Pure Python.
 
-``make_plan(name, placement, num_microbatches)`` gives the instructions of every rank for one batch.
+``make_plan(name, placement, num_microbatches)`` gives the instructions of every rank for one batch,
+or for one fill over several. `Rounds` cuts such a fill into batches.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from lightning_pipe.schedule.instructions import (
     dependencies,
 )
 from lightning_pipe.schedule.plan import accepts, make_plan
-from lightning_pipe.schedule.programs import Placement, Plan
+from lightning_pipe.schedule.programs import Placement, Plan, VersionPolicy
 from lightning_pipe.schedule.progress import ReceiveModel
-from lightning_pipe.schedule.registry import SCHEDULES, Schedule, schedule_names
+from lightning_pipe.schedule.registry import SCHEDULES, Schedule, policy_for, schedule_names
 from lightning_pipe.schedule.render import text_grid
+from lightning_pipe.schedule.rounds import Rounds
 from lightning_pipe.schedule.simulate import Event, Timeline, simulate
 from lightning_pipe.schedule.validate import validate
+from lightning_pipe.schedule.versions import live_versions, staleness
 
 __all__ = [
     "SCHEDULES",
@@ -45,6 +48,7 @@ __all__ = [
     "ReceiveGradient",
     "ReceiveModel",
     "Reduce",
+    "Rounds",
     "Schedule",
     "ScheduleError",
     "Send",
@@ -52,11 +56,15 @@ __all__ = [
     "SendGradient",
     "Timeline",
     "Update",
+    "VersionPolicy",
     "accepts",
     "dependencies",
+    "live_versions",
     "make_plan",
+    "policy_for",
     "schedule_names",
     "simulate",
+    "staleness",
     "text_grid",
     "validate",
 ]

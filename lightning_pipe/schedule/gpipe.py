@@ -45,13 +45,14 @@ def gpipe_in_flight(placement: Placement, num_microbatches: int) -> tuple[int, .
     return tuple(num_microbatches * len(placement.stages_of(rank)) for rank in ranks)
 
 
-def gpipe_refusal(placement: Placement, num_microbatches: int) -> str | None:
+def gpipe_refusal(placement: Placement, batches: tuple[int, ...]) -> str | None:
     """Say why GPipe cannot run: it always can."""
     return None
 
 
-def naive_refusal(placement: Placement, num_microbatches: int) -> str | None:
+def naive_refusal(placement: Placement, batches: tuple[int, ...]) -> str | None:
     """Say why the naive schedule cannot run, None if it can."""
+    (num_microbatches,) = batches
     if num_microbatches == 1:
         return None
     return (

@@ -76,11 +76,13 @@ class SendActivation:
         stage: Stage that computed the activation.
         microbatch: Micro-batch that it belongs to.
         peer: Rank of ``stage + 1``.
+        version: Version of the weights that computed it; takes no part in ``==``.
     """
 
     stage: int
     microbatch: int
     peer: int
+    version: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         """Spell it as torch does, ``2SEND_F0``."""
@@ -97,11 +99,13 @@ class ReceiveActivation:
         stage: Stage that will use the activation.
         microbatch: Micro-batch that it belongs to.
         peer: Rank of ``stage - 1``.
+        version: Version of the sender's weights that computed it; takes no part in ``==``.
     """
 
     stage: int
     microbatch: int
     peer: int
+    version: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         """Spell it as torch does, ``2RECV_F0``."""
@@ -158,30 +162,37 @@ class Reduce:
 
     Attributes:
         stage: Stage whose gradients are complete.
+        update: Number of the update that they are for, from 0 over the life of a fill.
     """
 
     stage: int
+    update: int = 0
 
     def __str__(self) -> str:
-        """Spell it as torch does, ``2REDUCE_GRAD``."""
-        return f"{self.stage}REDUCE_GRAD"
+        """Spell it as torch does, ``2REDUCE_GRAD``; later ones of a fill with their number."""
+        return f"{self.stage}REDUCE_GRAD{self.update or ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """Apply a stage's gradients to its newest weights.
 
-    Roughly: ``optimizer[stage].step()``.
+    Roughly: ``optimizer[stage].step()``, which makes version ``update + 1`` out of ``update``.
 
     Attributes:
         stage: Stage whose weights move on by one version.
+        update: Number of the update, from 0 over the life of a fill.
+        keeps: Oldest version that a later instruction of the stage reads, or the new version if
+            none reads an older one: all below it can be dropped. Takes no part in ``==``.
     """
 
     stage: int
+    update: int = 0
+    keeps: int = field(default=1, compare=False)
 
     def __str__(self) -> str:
-        """Spell it ``2UPDATE`` (torch has no such instruction)."""
-        return f"{self.stage}UPDATE"
+        """Spell it ``2UPDATE`` (torch has none); later ones of a fill with their number."""
+        return f"{self.stage}UPDATE{self.update or ''}"
 
 
 Compute: TypeAlias = Forward | Backward
@@ -199,7 +210,8 @@ def dependencies(instruction: Instruction, plan: Plan) -> tuple[Instruction, ...
 
     Args:
         instruction: Any instruction of the plan.
-        plan: Gives the placement and the number of micro-batches; its programs are not read.
+        plan: Gives the placement, and which micro-batches make an update; its programs are not
+            read.
 
     Returns:
         The dependencies; none for a forward on stage 0.
@@ -218,10 +230,10 @@ def dependencies(instruction: Instruction, plan: Plan) -> tuple[Instruction, ...
             return (Forward(stage, i),)
         case SendGradient(stage, i):
             return (Backward(stage, i),)
-        case Reduce(stage):
-            return tuple(Backward(stage, i) for i in range(plan.num_microbatches))
-        case Update(stage):
-            return (Reduce(stage),)
+        case Reduce(stage, update):
+            return tuple(Backward(stage, i) for i in plan.microbatches_of(update))
+        case Update(stage, update):
+            return (Reduce(stage, update),)
 
 
 def _input_of(stage: int, i: int, rank_of: tuple[int, ...]) -> tuple[Instruction, ...]:
@@ -245,11 +257,11 @@ def _output_gradient_of(stage: int, i: int, rank_of: tuple[int, ...]) -> tuple[I
 def requirements(plan: Plan) -> Mapping[Instruction, tuple[Instruction, ...]]:
     """List every instruction that a plan must hold, with what each of them waits for.
 
-    That is all that follows from the plan's purpose by `dependencies`: a training plan updates
-    every stage once, a forward-only plan brings every micro-batch through the last stage.
+    That is all that follows from the plan's purpose by `dependencies`: a training plan makes all
+    updates of every stage, a forward-only plan brings every micro-batch through the last stage.
 
     Args:
-        plan: Gives placement, number of micro-batches and purpose; its programs are not read.
+        plan: Gives placement, micro-batches and purpose; its programs are not read.
 
     Returns:
         The dependencies of each required instruction, read-only.
@@ -261,7 +273,7 @@ def requirements(plan: Plan) -> Mapping[Instruction, tuple[Instruction, ...]]:
 def _requirements(plan: Plan) -> Mapping[Instruction, tuple[Instruction, ...]]:
     """Collect the requirements of a plan without programs, which is cheap to look up."""
     stages = range(plan.placement.num_stages)
-    goals: list[Instruction] = [Update(stage) for stage in stages]
+    goals: list[Instruction] = [Update(s, k) for s in stages for k in range(plan.num_updates)]
     if plan.forward_only:
         goals = [Forward(stages[-1], i) for i in range(plan.num_microbatches)]
     required: dict[Instruction, tuple[Instruction, ...]] = {}

@@ -19,8 +19,7 @@ def interleaved(placement: Placement, num_microbatches: int) -> ComputeOrder:
         rank 1 | ..  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 ..
 
     Bubble (P-1) / (v*m+P-1). The warm-up of rank r is long enough for the first backward to find
-    its
-    gradient: v-1 rounds of P forwards, and two more for each rank behind it.
+    its gradient: v-1 rounds of P forwards, and two more for each rank behind it.
 
     Args:
         placement: v >= 2 stages per rank, stage s on rank s % P.
@@ -58,9 +57,10 @@ def interleaved_in_flight(placement: Placement, num_microbatches: int) -> tuple[
     )
 
 
-def interleaved_refusal(placement: Placement, num_microbatches: int) -> str | None:
+def interleaved_refusal(placement: Placement, batches: tuple[int, ...]) -> str | None:
     """Say why the interleaved schedule cannot run, None if it can."""
     num_ranks, num_stages = placement.num_ranks, placement.num_stages
+    (num_microbatches,) = batches
     if num_stages == num_ranks:
         return (
             f"one stage on each of {num_ranks} ranks, but 'interleaved' needs at least two per "

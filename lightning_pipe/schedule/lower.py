@@ -13,19 +13,23 @@ that is all such a transport needs; with several, exchange.py has to move some r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_pipe.schedule.instructions import (
     Backward,
     Compute,
+    Forward,
     Instruction,
     Receive,
+    ReceiveActivation,
     Reduce,
     Send,
+    SendActivation,
     Update,
     requirements,
 )
-from lightning_pipe.schedule.programs import ComputeOrder, Plan
+from lightning_pipe.schedule.programs import ComputeOrder, Plan, VersionPolicy
 
 
 def lower(plan: Plan, order: ComputeOrder) -> Plan:
@@ -36,30 +40,96 @@ def lower(plan: Plan, order: ComputeOrder) -> Plan:
         order: Annotated compute order of all ranks.
 
     Returns:
-        The plan with programs. Each stage has a `Reduce` right after its last backward, and each
-        rank ends with the `Update` of its stages, unless the plan is forward-only.
+        The plan with programs. A `Reduce` comes right after the last backward of its update. The
+        `Update` comes
+
+        - right after its reduce, if each micro-batch makes one (PipeDream);
+        - before all that serves the first forward of the second batch behind its own, or at the
+          end if there is none (PipeDream-2BW);
+        - at the end (synchronous).
     """
     required = requirements(plan)
     sends: dict[Instruction, Send] = {
         needed[0]: step for step, needed in required.items() if isinstance(step, Send)
     }
+    version_of = {
+        (step.stage, step.microbatch): step.version
+        for steps in order
+        for step in steps
+        if isinstance(step, Forward)
+    }
     programs = []
     for rank, steps in enumerate(order):
-        last_backwards = _last_backwards(steps)
+        reduces = _reduces(plan, steps)
         program: list[Instruction] = []
         for step in steps:
+            program += _updates_before(plan, step)
             program += [needed for needed in required[step] if isinstance(needed, Receive)]
             program.append(step)
             if step in sends:
                 program.append(sends[step])
-            if step in last_backwards:
-                program.append(Reduce(step.stage))
-        if not plan.forward_only:
-            program += [Update(stage) for stage in plan.placement.stages_of(rank)]
-        programs.append(tuple(program))
+            if step in reduces:
+                program.append(reduces[step])
+                program += _updates_after(plan, reduces[step])
+        program += _updates_left(plan, rank, program)
+        programs.append(tuple(_annotated(program, version_of))[::-1])
     return replace(plan, programs=tuple(programs))
 
 
-def _last_backwards(steps: list[Compute]) -> set[Compute]:
-    """Give the last backward of each stage on a rank."""
-    return set({step.stage: step for step in steps if isinstance(step, Backward)}.values())
+def _reduces(plan: Plan, steps: list[Compute]) -> dict[Compute, Reduce]:
+    """Give the last backward of each update of each stage on a rank, with its reduce."""
+    backwards = [step for step in steps if isinstance(step, Backward)]
+    last = {Reduce(step.stage, plan.update_of(step.microbatch)): step for step in backwards}
+    return {step: reduce for reduce, step in last.items()}
+
+
+def _updates_before(plan: Plan, step: Compute) -> list[Instruction]:
+    """PipeDream-2BW: give the update that must come before a batch, if a compute opens one."""
+    if plan.policy is not VersionPolicy.DOUBLE_BUFFERED or not isinstance(step, Forward):
+        return []
+    batch = plan.update_of(step.microbatch)
+    opens = step.microbatch == plan.microbatches_of(batch)[0]
+    return [Update(step.stage, batch - 2)] if opens and batch >= 2 else []
+
+
+def _updates_after(plan: Plan, reduce: Reduce) -> list[Instruction]:
+    """PipeDream: give the update that a reduce is for."""
+    waits = plan.policy in (VersionPolicy.SYNCHRONOUS, VersionPolicy.DOUBLE_BUFFERED)
+    return [] if waits else [Update(reduce.stage, reduce.update)]
+
+
+def _updates_left(plan: Plan, rank: int, program: list[Instruction]) -> list[Instruction]:
+    """Give the updates that a rank has not made yet."""
+    made = {step for step in program if isinstance(step, Update)}
+    updates = (
+        Update(s, k) for s in plan.placement.stages_of(rank) for k in range(plan.num_updates)
+    )
+    return [update for update in updates if update not in made]
+
+
+def _annotated(
+    program: list[Instruction], version_of: dict[tuple[int, int], int]
+) -> Iterator[Instruction]:
+    """Tell messages which version their forward reads, and updates which is read after them.
+
+    Args:
+        program: The program of a rank.
+        version_of: By stage and micro-batch, the version that the forward reads.
+
+    Yields:
+        The instructions, the last one first.
+    """
+    oldest: dict[int, int] = {}  # version that is still to be read, by stage
+    for step in reversed(program):
+        match step:
+            case Forward(stage) | Backward(stage):
+                oldest[stage] = min(step.version, oldest.get(stage, step.version))
+                yield step
+            case SendActivation(stage, i, peer):
+                yield SendActivation(stage, i, peer, version_of[stage, i])
+            case ReceiveActivation(stage, i, peer):
+                yield ReceiveActivation(stage, i, peer, version_of[stage - 1, i])
+            case Update(stage, k):
+                yield Update(stage, k, keeps=min(k + 1, oldest.get(stage, k + 1)))
+            case _:
+                yield step

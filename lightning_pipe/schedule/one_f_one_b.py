@@ -71,7 +71,7 @@ def one_f_one_b_in_flight(placement: Placement, num_microbatches: int) -> tuple[
     )
 
 
-def one_f_one_b_refusal(placement: Placement, num_microbatches: int) -> str | None:
+def one_f_one_b_refusal(placement: Placement, batches: tuple[int, ...]) -> str | None:
     """Say why 1F1B cannot run, None if it can."""
     if placement.num_stages == placement.num_ranks:
         return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
 from typing import TypeAlias
 
 from lightning_pipe.schedule.errors import ScheduleError
@@ -68,21 +71,85 @@ class Placement:
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
 
+class VersionPolicy(Enum):
+    """When a stage's weights are updated, and which of their versions a micro-batch reads.
+
+    `lightning_pipe.schedule.versions` has the rule of each.
+
+    Attributes:
+        SYNCHRONOUS: One update, by the whole batch, when the pipeline is empty.
+        STASHING: PipeDream: an update by every micro-batch. A forward reads the newest version and
+            its backward the same one.
+        VERTICAL_SYNC: As STASHING, but all stages read the version that stage 0 read.
+        NO_STASHING: As STASHING, but a backward reads the newest version too: not the one of its
+            forward.
+        DOUBLE_BUFFERED: PipeDream-2BW: an update by every batch, which the batch after the next is
+            the first to read. All stages read the same version.
+    """
+
+    SYNCHRONOUS = "synchronous"
+    STASHING = "weight stashing"
+    VERTICAL_SYNC = "vertical sync"
+    NO_STASHING = "no weight stashing"
+    DOUBLE_BUFFERED = "double buffering"
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every rank does for one batch, in order.
+    """What every rank does in one fill, in order.
 
     Attributes:
         schedule: Name of the schedule that it follows.
         placement: Which rank holds which stage.
-        num_microbatches: Number of micro-batches that the batch is split into.
+        batches: Number of micro-batches of each batch of the fill. A synchronous plan has one.
         programs: The instructions of each rank, by rank.
+        policy: When the weights are updated, and which version a micro-batch reads.
     """
 
     schedule: str
     placement: Placement
-    num_microbatches: int
-    programs: tuple[tuple[Instruction, ...], ...]
+    batches: tuple[int, ...]
+    programs: tuple[tuple[Instruction, ...], ...] = ()
+    policy: VersionPolicy = VersionPolicy.SYNCHRONOUS
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches of the whole fill."""
+        return sum(self.batches)
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of each stage."""
+        if self.forward_only:
+            return 0
+        match self.policy:
+            case VersionPolicy.SYNCHRONOUS:
+                return 1
+            case VersionPolicy.DOUBLE_BUFFERED:
+                return len(self.batches)
+            case _:
+                return self.num_microbatches
+
+    def update_of(self, microbatch: int) -> int:
+        """Give the number of the update that the gradient of a micro-batch belongs to."""
+        match self.policy:
+            case VersionPolicy.SYNCHRONOUS:
+                return 0
+            case VersionPolicy.DOUBLE_BUFFERED:
+                return bisect_right(list(accumulate(self.batches)), microbatch)
+            case _:
+                return microbatch
+
+    def microbatches_of(self, update: int) -> range:
+        """Give the micro-batches whose gradients belong to an update."""
+        match self.policy:
+            case VersionPolicy.SYNCHRONOUS:
+                return range(self.num_microbatches)
+            case VersionPolicy.DOUBLE_BUFFERED:
+                first = sum(self.batches[:update])
+                return range(first, first + self.batches[update])
+            case _:
+                return range(update, update + 1)
 
     @property
     def forward_only(self) -> bool:

@@ -11,7 +11,11 @@ from lightning_pipe.schedule.instructions import (
     Forward,
     Instruction,
     ReceiveActivation,
+    ReceiveGradient,
+    Reduce,
     SendActivation,
+    SendGradient,
+    Update,
 )
 from lightning_pipe.schedule.programs import Plan
 from lightning_pipe.schedule.simulate import Timeline, simulate
@@ -23,7 +27,10 @@ _Rows: TypeAlias = list[list[Compute | str]]
 
 
 def text_grid(
-    plan: Plan | Timeline, mark: Instruction | None = None, max_slots: int | None = None
+    plan: Plan | Timeline,
+    mark: Instruction | None = None,
+    max_slots: int | None = None,
+    versions: bool = False,
 ) -> str:
     """Draw the computes of a plan, one row per rank, one column per time slot.
 
@@ -37,6 +44,7 @@ def text_grid(
         mark: Put this compute into brackets. For any other instruction the compute that it serves
             is marked; if there is no such compute, ``[2F0?]`` is added to the row of its rank.
         max_slots: Draw at most so many slots, those around the mark. Default: all.
+        versions: Spell a compute with the version of the weights that it reads, ``F4@1``.
 
     Returns:
         The rows, joined by newlines.
@@ -45,9 +53,18 @@ def text_grid(
     plan = plan.plan if isinstance(plan, Timeline) else plan
     rows = _timed_rows(timeline) if timeline is not None else _plan_rows(plan)
     marked = None if mark is None else _served_by(mark, plan)
-    labels = [[_label(cell, plan, marked) for cell in row] for row in rows]
+    several = plan.placement.num_stages > plan.placement.num_ranks
+
+    def label(cell: Compute | str) -> str:
+        if isinstance(cell, str):
+            return cell
+        spelled = _spelled(cell, several, versions)
+        return f"[{spelled}]" if cell == marked else spelled
+
+    labels = [[label(cell) for cell in row] for row in rows]
     if marked is not None and not any(marked in row for row in rows):
-        labels[plan.placement.rank_of[marked.stage]].append(f"[{_spelled(marked, plan)}?]")
+        missing = f"[{_spelled(marked, several, versions=False)}?]"
+        labels[plan.placement.rank_of[marked.stage]].append(missing)
     return _draw(labels, max_slots)
 
 
@@ -81,22 +98,16 @@ def _served_by(instruction: Instruction, plan: Plan) -> Compute:
             return instruction
         case SendActivation(stage, i) | ReceiveActivation(stage, i):
             return Forward(stage, i)
-        case _:
-            last = plan.num_microbatches - 1
-            return Backward(instruction.stage, getattr(instruction, "microbatch", last))
+        case SendGradient(stage, i) | ReceiveGradient(stage, i):
+            return Backward(stage, i)
+        case Reduce(stage, update) | Update(stage, update):
+            return Backward(stage, plan.microbatches_of(update)[-1])
 
 
-def _label(cell: Compute | str, plan: Plan, marked: Compute | None) -> str:
-    """Spell a cell."""
-    if isinstance(cell, str):
-        return cell
-    return f"[{_spelled(cell, plan)}]" if cell == marked else _spelled(cell, plan)
-
-
-def _spelled(compute: Compute, plan: Plan) -> str:
-    """Spell a compute, without its stage if that is plain from its rank."""
-    several = plan.placement.num_stages > plan.placement.num_ranks
-    return str(compute) if several else str(compute).removeprefix(str(compute.stage))
+def _spelled(compute: Compute, stages: bool, versions: bool) -> str:
+    """Spell a compute, with its stage and its version if they are asked for."""
+    spelled = str(compute) if stages else str(compute).removeprefix(str(compute.stage))
+    return f"{spelled}@{compute.version}" if versions else spelled
 
 
 def _draw(labels: list[list[str]], max_slots: int | None) -> str:

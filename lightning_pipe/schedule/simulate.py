@@ -10,6 +10,7 @@ from lightning_pipe.schedule.errors import ScheduleError
 from lightning_pipe.schedule.instructions import Backward, Compute, Forward, Instruction, Send
 from lightning_pipe.schedule.programs import Plan
 from lightning_pipe.schedule.progress import posted_order
+from lightning_pipe.schedule.versions import live_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Timeline:
         events: All instructions, in an order in which they can run.
         busy: Time that each rank computes, by rank.
         peak_in_flight: Most micro-batches in flight at a time on each stage, by stage.
+        live_versions: Most versions of the weights held at a time on each stage, by stage.
     """
 
     plan: Plan
@@ -46,6 +48,7 @@ class Timeline:
     events: tuple[Event, ...]
     busy: tuple[float, ...]
     peak_in_flight: tuple[int, ...]
+    live_versions: tuple[int, ...]
 
     @property
     def bubble(self) -> tuple[float, ...]:
@@ -101,7 +104,8 @@ def simulate(
 
     if len(events) < sum(map(len, plan.programs)):
         raise ScheduleError("the plan cannot complete; validate(plan) says where it stops")
-    return Timeline(plan, max(clock), tuple(events), tuple(busy), _peak_in_flight(plan))
+    peak, live = _peak_in_flight(plan), live_versions(plan)
+    return Timeline(plan, max(clock), tuple(events), tuple(busy), peak, live)
 
 
 def _per_stage(name: str, cost: float | Sequence[float], num_stages: int) -> tuple[float, ...]:

@@ -16,9 +16,10 @@ from lightning_pipe.schedule.instructions import (
     ReceiveActivation,
     Send,
     SendActivation,
+    Update,
     requirements,
 )
-from lightning_pipe.schedule.programs import Plan
+from lightning_pipe.schedule.programs import Plan, VersionPolicy
 from lightning_pipe.schedule.progress import ReceiveModel, posted_order, stuck_exchanges
 from lightning_pipe.schedule.registry import SCHEDULES
 from lightning_pipe.schedule.render import text_grid
@@ -31,7 +32,9 @@ def validate(plan: Plan, receive_model: ReceiveModel = "posted") -> None:
 
     - complete: each rank has all instructions of its stages exactly once, and no others;
     - in order: each instruction comes after those on its rank that it depends on;
-    - of one version: all of it reads the weights that the batch began with;
+    - its versions held: what is read has been made and not dropped yet, and no stage holds more
+      versions than its policy allows;
+    - its versions right: a micro-batch reads what its policy says, on its way back too;
     - free of deadlock under the receive model;
     - first in, first out: a channel's messages are received in the order in which they are sent;
     - within bounds: no rank has more micro-batches in flight than its schedule allows. A plan under
@@ -51,7 +54,8 @@ def validate(plan: Plan, receive_model: ReceiveModel = "posted") -> None:
         raise ValueError(f"receive_model={receive_model!r} must be one of {get_args(ReceiveModel)}")
     _check_complete(plan)
     _check_posted(plan)
-    _check_versions(plan)
+    _check_versions_held(plan)
+    _check_versions_read(plan)
     _check_channels(plan, receive_model)
     if receive_model == "rendezvous":
         _check_exchanges(plan)
@@ -137,12 +141,88 @@ def _refuse_deadlock(
         _refuse(plan, rank, stuck[rank], f"waits for ever, a deadlock: {everyone}")
 
 
-def _check_versions(plan: Plan) -> None:
-    """All of a synchronous plan reads the weights that the batch began with."""
+def _version_bounds(plan: Plan, stage: int) -> tuple[int, int]:
+    """Bound a stage's staleness and its live versions."""
+    whole = plan.placement.num_stages - 1
+    behind = whole - stage
+    return {
+        VersionPolicy.SYNCHRONOUS: (0, 1),
+        VersionPolicy.STASHING: (behind, behind + 1),
+        VersionPolicy.VERTICAL_SYNC: (whole, whole + 1),
+        VersionPolicy.NO_STASHING: (behind, 1),
+        VersionPolicy.DOUBLE_BUFFERED: (1, 2),
+    }[plan.policy]
+
+
+def _check_versions_held(plan: Plan) -> None:
+    """Each version that is read has been made and not dropped; updates come in order."""
+    held_by = [range(1) for _ in plan.placement.rank_of]  # by stage
     for rank, program in enumerate(plan.programs):
         for step in program:
-            if isinstance(step, Compute) and step.version != 0:
-                _refuse(plan, rank, step, f"reads version {step.version}; a batch has only 0")
+            held = held_by[step.stage]
+            if isinstance(step, Compute) and step.version not in held:
+                problem = f"reads version {step.version}; its stage holds {_spelled(held)}"
+                _refuse(plan, rank, step, problem)
+            if isinstance(step, Update):
+                held_by[step.stage] = _held_after(plan, rank, step, held)
+
+
+def _held_after(plan: Plan, rank: int, update: Update, held: range) -> range:
+    """Give the versions that a stage holds after an update, if that is in order."""
+    if update.update != held[-1]:
+        _refuse(plan, rank, update, f"is out of order; its stage is at version {held[-1]}")
+    held = range(max(held[0], update.keeps), update.update + 2)
+    if not held:
+        _refuse(plan, rank, update, f"keeps version {update.keeps} on, newer than the one it makes")
+    _, bound = _version_bounds(plan, update.stage)
+    if len(held) > bound:
+        problem = f"makes its stage hold versions {_spelled(held)}; the bound is {bound} of them"
+        _refuse(plan, rank, update, problem)
+    return held
+
+
+def _spelled(held: range) -> str:
+    """Spell the versions that a stage holds."""
+    return f"{held[0]} to {held[-1]}" if len(held) > 1 else f"only {held[0]}"
+
+
+def _check_versions_read(plan: Plan) -> None:
+    """No forward reads staler weights than its policy allows, and what belongs to it reads them."""
+    read = {
+        (step.stage, step.microbatch): step.version
+        for program in plan.programs
+        for step in program
+        if isinstance(step, Forward)
+    }
+    for rank, program in enumerate(plan.programs):
+        for step in program:
+            if isinstance(step, Forward):
+                stale = plan.update_of(step.microbatch) - step.version
+                bound, _ = _version_bounds(plan, step.stage)
+                if stale > bound:
+                    problem = f"reads weights that are {stale} updates old; the bound is {bound}"
+                    _refuse(plan, rank, step, problem)
+            if isinstance(step, Compute | SendActivation | ReceiveActivation):
+                stage, i = _reads_with(step, plan.policy), step.microbatch
+                if stage is not None and step.version != read[stage, i]:
+                    forward = f"{Forward(stage, i)} reads {read[stage, i]}"
+                    _refuse(plan, rank, step, f"is of version {step.version}, but {forward}")
+
+
+def _reads_with(
+    step: Compute | SendActivation | ReceiveActivation, policy: VersionPolicy
+) -> int | None:
+    """Name the stage whose forward has the same version, None if none need have."""
+    match step:
+        case Forward():
+            as_stage_0 = policy in (VersionPolicy.VERTICAL_SYNC, VersionPolicy.DOUBLE_BUFFERED)
+            return 0 if as_stage_0 else None
+        case Backward():
+            return None if policy is VersionPolicy.NO_STASHING else step.stage
+        case SendActivation():
+            return step.stage
+        case ReceiveActivation():
+            return step.stage - 1
 
 
 def _check_channels(plan: Plan, receive_model: ReceiveModel) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,8 +20,10 @@ from torch.utils.data import DataLoader
 from lightning_pipe.assembly import Assembly, Settings
 from lightning_pipe.partition import find_layers, shard
 from lightning_pipe.runtime.errors import PeerLostError
-from lightning_pipe.runtime.pipeline import Pipeline, TrainingResult
+from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
+from lightning_pipe.runtime.rounds import Wishes
+from lightning_pipe.runtime.training import TrainingResult
 from lightning_pipe.runtime.transport import LocalHub, LocalTransport
 
 torch.set_num_threads(1)
@@ -41,6 +43,8 @@ class Layout:
     checkpointing: Any = "none"
     partition: Any = "uniform"
     evaluation_outputs: Any = "all"
+    weight_stashing: bool = True
+    vertical_sync: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -52,6 +56,8 @@ class Layout:
             module=None,
             activation_checkpointing=self.checkpointing,
             evaluation_outputs=self.evaluation_outputs,
+            weight_stashing=self.weight_stashing,
+            vertical_sync=self.vertical_sync,
         )
 
 
@@ -66,28 +72,57 @@ class Rank:
         found = find_layers(self.model)
         shard(found, [i for i, layer in enumerate(found.layers) if id(layer) in own])
         self.optimizer: Any = self.model.configure_optimizers()
+        self.pipeline.apply_updates_by(self._apply)
         self.num_batches = 0
+        self._lr_of: Callable[[int], float] | None = None
 
-    def step(self, batch: Any) -> TrainingResult:
+    def step(self, batch: Any, ends: bool = True) -> TrainingResult:
         """Run one batch through the pipeline; the gradients wait in the result."""
         number, self.num_batches = self.num_batches, self.num_batches + 1
         return self.pipeline.train(
-            lambda microbatch, _: self.model.training_step(microbatch, number), batch, number
+            lambda microbatch, _: self.model.training_step(microbatch, number),
+            batch,
+            number,
+            wishes=Wishes(ends=lambda _: ends),
         )
 
-    def fit(self, batches: Sequence[Any], accumulate: int = 1) -> list[float]:
-        """Train as Lightning's loop does, which updates after the last batch in any case."""
-        losses = []
+    def fit(
+        self,
+        batches: Sequence[Any],
+        accumulate: int = 1,
+        drains: Collection[int] = (),
+        lr_of: Callable[[int], float] | None = None,
+    ) -> list[float]:
+        """Train as Lightning's loop does, which updates after the last batch in any case.
+
+        An asynchronous schedule drains after the batches in ``drains`` and after the last. The
+        update that comes from a batch has the learning rate that ``lr_of`` gives for it.
+        """
+        losses: list[float] = []
+        self._lr_of = lr_of
         for number, batch in enumerate(batches):
             self.model.on_train_batch_start(batch, number)
-            result = self.step(batch)
+            last = number + 1 == len(batches)
+            result = self.step(batch, ends=last or number in drains)
             if number % accumulate == 0:
                 self.optimizer.zero_grad()
             result.deliver(1 / accumulate)
-            if (number + 1) % accumulate == 0 or number + 1 == len(batches):
-                self.optimizer.step()
-            losses.append(result.loss.item())
+            if result.update is not None and ((number + 1) % accumulate == 0 or last):
+                self._update(result.update)
+            losses += [finished.loss.item() for finished in result.finished]
         return losses
+
+    def _update(self, batch: int) -> None:
+        if self._lr_of is not None:
+            self.optimizer.param_groups[0]["lr"] = self._lr_of(batch)
+        self.optimizer.step()
+
+    def _apply(self, gradients: Any, batch: int) -> None:
+        """Make an update that the pipeline does not leave to `fit`."""
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        self._update(batch)
+        self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers that live here."""
@@ -158,13 +193,15 @@ def pipelined(
     batches: Sequence[Any],
     layout: Layout,
     accumulate: int = 1,
+    drains: Collection[int] = (),
+    lr_of: Callable[[int], float] | None = None,
 ) -> Trained:
     """Train in a pipeline; check that what lives on several ranks is equal there."""
     models = [make_model() for _ in range(layout.num_ranks)]  # before threads share a generator
 
     def work(transport: LocalTransport) -> Trained:
         rank = Rank(models[transport.rank], layout, transport)
-        losses = rank.fit(batches, accumulate)
+        losses = rank.fit(batches, accumulate, drains, lr_of)
         return Trained(rank.weights(), losses)
 
     whole, *others = on_ranks(layout.num_ranks, work)

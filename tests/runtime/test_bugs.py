@@ -203,5 +203,8 @@ def test_a_gradient_on_its_way_is_not_added_to():
 def test_the_bubble_counts_the_time_when_only_others_work():
     """The last rank is done while the first is still cooling down."""
     assembly = Assembly(chain(), Layout(num_microbatches=2).settings, 0, 2)
-    measured = [Measurements(wall=9.0, busy=6.0), Measurements(wall=7.0, busy=6.0)]
+    measured = [
+        Measurements(wall=wall, busy=6.0, weights={rank: (1, 0)})
+        for rank, wall in enumerate((9.0, 7.0))
+    ]
     assert assembly.report(measured, 8).measured_bubble == pytest.approx((1 / 3, 1 / 3))

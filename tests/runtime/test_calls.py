@@ -142,7 +142,7 @@ def test_except_exception_around_the_call_is_fine():
                 raise AssertionError("nothing to catch here") from error
 
     models = [make_model(Careful) for _ in range(2)]
-    losses = on_ranks(2, lambda t: Rank(models[t.rank], Layout(), t).step(make_batch()).loss)
+    losses = on_ranks(2, lambda t: Rank(models[t.rank], Layout(), t).fit([make_batch()]))
     assert losses[0] == losses[1]
 
 
@@ -220,7 +220,8 @@ def test_what_the_last_rank_attaches_reaches_all():
         rank = Rank(models[transport.rank], Layout(), transport)
         step = rank.model.training_step
         attached = f"from rank {transport.rank}"
-        return rank.pipeline.train(step, make_batch(), 0, attach=lambda: attached).attachment
+        result = rank.pipeline.train(step, make_batch(), 0, attach=lambda: attached)
+        return result.finished[0].attachment
 
     assert on_ranks(2, work) == ["from rank 1"] * 2
 
@@ -236,9 +237,9 @@ def test_copies_of_a_pipelined_module_are_ordinary(duplicate):
     def work(transport):
         rank = Rank(model, Layout("gpipe", 1, 4, stages_per_rank=3), transport)
         other = duplicate(rank.model.net)
-        rounds = rank.pipeline._evaluator.measured.rounds
+        rounds = rank.pipeline._evaluation.executor.measured.rounds
         output = other(x)
-        assert rank.pipeline._evaluator.measured.rounds == rounds, "the copy used the pipeline"
+        assert rank.pipeline._evaluation.executor.measured.rounds == rounds, "the copy used the pipeline"
         assert output.requires_grad
         torch.testing.assert_close(output, rank.model.net(x))
 

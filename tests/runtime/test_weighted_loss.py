@@ -92,7 +92,7 @@ def test_the_weight_of_the_batch_reaches_all_ranks():
         return Rank(models[transport.rank], Layout(), transport).step(batch)
 
     for result in on_ranks(2, work):
-        assert result.own_weight
+        assert result.finished[0].own_weight
         assert result.weight == 16
 
 

@@ -7,7 +7,7 @@ whatever comes next.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import cast
 
@@ -25,7 +25,10 @@ from lightning_pipe.schedule import (
     SendActivation,
     SendGradient,
     Update,
+    VersionPolicy,
 )
+
+Message = tuple[str, int, int, int]  # kind, stage that it enters, micro-batch, version
 
 
 class Broken(Exception):
@@ -35,11 +38,46 @@ class Broken(Exception):
 def in_flight_bound(plan: Plan, rank: int) -> int:
     """Closed forms, summed over the rank's stages (GPipe; 1F1B; Megatron-LM's warm-up and one)."""
     P, m, v = plan.placement.num_ranks, plan.num_microbatches, len(plan.placement.stages_of(rank))
-    if plan.schedule == "1f1b":
+    if plan.schedule in ("1f1b", "pipedream", "pipedream_2bw"):
         return min(P - plan.placement.stages_of(rank)[0], m)
     if plan.schedule == "interleaved":
         return min((P - rank - 1) * 2 + (v - 1) * P + 1, m * v)
     return m * v
+
+
+def update_of(plan: Plan, i: int) -> int:
+    """Which update the gradient of micro-batch i belongs to."""
+    if plan.policy is VersionPolicy.SYNCHRONOUS:
+        return 0
+    if plan.policy is VersionPolicy.DOUBLE_BUFFERED:
+        return [n for n, count in enumerate(plan.batches) for _ in range(count)][i]
+    return i
+
+
+def version_rule(plan: Plan, step: Forward | Backward) -> int:
+    """The table of PipeDream's versions."""
+    i, w_0 = step.microbatch, plan.placement.num_stages - 1
+    w_s = w_0 - step.stage
+    newest = max(0, i - w_s)
+    return {
+        VersionPolicy.SYNCHRONOUS: 0,
+        VersionPolicy.STASHING: newest,
+        VersionPolicy.VERTICAL_SYNC: max(0, i - w_0),
+        VersionPolicy.NO_STASHING: newest if isinstance(step, Forward) else i,
+        VersionPolicy.DOUBLE_BUFFERED: max(0, update_of(plan, i) - 1),
+    }[plan.policy]
+
+
+def live_bound(plan: Plan, stage: int) -> int:
+    """How many versions of a stage may be alive."""
+    w_0 = plan.placement.num_stages - 1
+    return {
+        VersionPolicy.SYNCHRONOUS: 1,
+        VersionPolicy.STASHING: w_0 - stage + 1,
+        VersionPolicy.VERTICAL_SYNC: w_0 + 1,
+        VersionPolicy.NO_STASHING: 1,
+        VersionPolicy.DOUBLE_BUFFERED: 2,
+    }[plan.policy]
 
 
 class Rank:
@@ -54,9 +92,10 @@ class Rank:
         self.input_gradients: set[tuple[int, int]] = set()
         self.kept: set[tuple[int, int]] = set()
         self.finished: set[tuple[int, int]] = set()
-        self.backwards: dict[int, int] = defaultdict(int)
-        self.reduced: set[int] = set()
-        self.updated: set[int] = set()
+        self.versions = {s: {0} for s in plan.placement.stages_of(rank)}
+        self.missing = Counter((s, update_of(plan, i)) for s in self.versions for i in m)
+        self.reduced: set[tuple[int, int]] = set()
+        self.updated: set[tuple[int, int]] = set()
 
     def take(self, store: set[tuple[int, int]], key: tuple[int, int], what: object) -> None:
         if key not in store:
@@ -74,11 +113,11 @@ class Rank:
                 self.forward(step)
             case Backward():
                 self.backward(step)
-            case Reduce(s):
-                ready = self.backwards[s] == self.plan.num_microbatches
-                self.once(step, self.reduced, ready)
-            case Update(s):
-                self.once(step, self.updated, s in self.reduced)
+            case Reduce(s, k):
+                self.once(step, self.reduced, self.missing.get((s, k)) == 0)
+            case Update(s, k):
+                self.once(step, self.updated, (s, k) in self.reduced)
+                self.update(step)
 
     def forward(self, step: Forward) -> None:
         s, i = step.stage, step.microbatch
@@ -91,41 +130,60 @@ class Rank:
             self.inputs.add((s + 1, i))
         else:
             self.outputs.add((s, i))
-        if step.version or len(self.kept) > in_flight_bound(self.plan, self.rank):
-            raise Broken(f"rank {self.rank}: {step} has no such version, or too many in flight")
+        self.read(step)
+        if len(self.kept) > in_flight_bound(self.plan, self.rank):
+            raise Broken(f"rank {self.rank}: {step} is one too many in flight")
 
     def backward(self, step: Backward) -> None:
         s, i = step.stage, step.microbatch
         self.take(self.output_gradients, (s, i), step)
         self.take(self.kept, (s, i), step)
-        self.backwards[s] += 1
+        self.missing[s, update_of(self.plan, i)] -= 1
         if s > 0 and self.here(s - 1):
             self.output_gradients.add((s - 1, i))
         elif s > 0:
             self.input_gradients.add((s, i))
-        if step.version or self.plan.forward_only:
+        self.read(step)
+        if self.plan.forward_only:
             raise Broken(f"rank {self.rank}: {step} has no place")
 
-    def once(self, step: Reduce | Update, done: set[int], ready: bool) -> None:
-        if not ready or step.stage in done:
+    def read(self, step: Forward | Backward) -> None:
+        right = step.version == version_rule(self.plan, step)
+        if not right or step.version not in self.versions[step.stage]:
+            raise Broken(f"rank {self.rank}: {step} reads a wrong version, or one that is not held")
+
+    def update(self, step: Update) -> None:
+        s, k = step.stage, step.update
+        in_order = k == max(self.versions[s])
+        self.versions[s] = {v for v in {*self.versions[s], k + 1} if v >= step.keeps}
+        held = len(self.versions[s])
+        if not in_order or not 1 <= held <= live_bound(self.plan, s):
+            raise Broken(f"rank {self.rank}: {step} is out of order, or holds {held} versions")
+
+    def once(self, step: Reduce | Update, done: set[tuple[int, int]], ready: bool) -> None:
+        if not ready or (step.stage, step.update) in done:
             raise Broken(f"rank {self.rank}: {step} is too early, or comes twice")
-        done.add(step.stage)
+        done.add((step.stage, step.update))
 
-    def send(self, step: SendActivation | SendGradient) -> tuple[str, int, int]:
+    def send(self, step: SendActivation | SendGradient) -> Message:
+        s, i = step.stage, step.microbatch
         if isinstance(step, SendActivation):
-            self.take(self.outputs, (step.stage, step.microbatch), step)
-            return "activation", step.stage + 1, step.microbatch
-        self.take(self.input_gradients, (step.stage, step.microbatch), step)
-        return "gradient", step.stage - 1, step.microbatch
+            self.take(self.outputs, (s, i), step)
+            if step.version != version_rule(self.plan, Forward(s, i)):
+                raise Broken(f"rank {self.rank}: {step} names a wrong version")
+            return "activation", s + 1, i, step.version
+        self.take(self.input_gradients, (s, i), step)
+        return "gradient", s - 1, i, 0
 
-    def receive(
-        self, step: ReceiveActivation | ReceiveGradient, message: tuple[str, int, int]
-    ) -> None:
-        kind = "activation" if isinstance(step, ReceiveActivation) else "gradient"
-        if message != (kind, step.stage, step.microbatch) or not self.here(step.stage):
+    def receive(self, step: ReceiveActivation | ReceiveGradient, message: Message) -> None:
+        s, i = step.stage, step.microbatch
+        expected = ("gradient", s, i, 0)
+        if isinstance(step, ReceiveActivation):
+            expected = ("activation", s, i, step.version)
+        if message != expected or not self.here(s):
             raise Broken(f"rank {self.rank}: {step} gets {message}")
-        store = self.inputs if kind == "activation" else self.output_gradients
-        store.add((step.stage, step.microbatch))
+        store = self.inputs if isinstance(step, ReceiveActivation) else self.output_gradients
+        store.add((s, i))
 
     def check_finished(self) -> None:
         """Nothing is left over, and the purpose is fulfilled."""
@@ -137,7 +195,7 @@ class Rank:
             fulfilled &= len(self.kept) == m * len(stages)
         else:
             left |= self.kept | self.output_gradients
-            fulfilled = self.updated == set(stages)
+            fulfilled = self.updated == set(self.missing)
         if left or not fulfilled:
             raise Broken(f"rank {self.rank} has {left} left over, or has not finished")
 
@@ -146,7 +204,7 @@ def run_posted(plan: Plan) -> None:
     """Sends never block; a receive takes the next message of its channel."""
     ranks = [Rank(plan, rank) for rank in range(plan.placement.num_ranks)]
     todo = [deque(program) for program in plan.programs]
-    channels: dict[object, deque[tuple[str, int, int]]] = defaultdict(deque)
+    channels: dict[object, deque[Message]] = defaultdict(deque)
     moved = True
     while moved:
         moved = False

@@ -12,6 +12,7 @@ from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.gpipe import gpipe
 from lightning_pipe.schedule.interleaved import interleaved
 from lightning_pipe.schedule.one_f_one_b import one_f_one_b
+from lightning_pipe.schedule.pipedream import pipedream
 
 GPIPE = """\
 rank 0 | F0 F1 F2 F3 .. .. .. .. .. .. B0 B1 B2 B3
@@ -28,6 +29,11 @@ rank 3 | .. .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .. .. .."""
 INTERLEAVED = """\
 rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ..  2B2 ..  2B3 0B2 0B3
 rank 1 | ..  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .."""
+
+PIPEDREAM = """\
+rank 0 | F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@0 F4@2 B2@0 ..   B3@1 ..   B4@2
+rank 1 | ..   F0@0 F1@0 ..   B0@0 F2@1 B1@0 F3@2 B2@1 F4@3 B3@2 ..   B4@3 ..
+rank 2 | ..   ..   F0@0 B0@0 F1@1 B1@1 F2@2 B2@2 F3@3 B3@3 F4@4 B4@4 ..   .."""
 
 FORWARD = """\
 rank 0 | F0 F1 F2 F3 .. ..
@@ -46,6 +52,7 @@ rank 2 | .. .. F0 B0 .. .."""
         ("gpipe", 4, 1, 4, gpipe, GPIPE),
         ("1f1b", 4, 1, 6, one_f_one_b, ONE_F_ONE_B),
         ("interleaved", 2, 2, 4, interleaved, INTERLEAVED),
+        ("pipedream", 3, 1, 5, pipedream, PIPEDREAM),
         ("forward", 3, 1, 4, forward_only, FORWARD),
         ("naive", 3, 1, 1, None, NAIVE),
     ],
@@ -59,7 +66,8 @@ def test_picture(
     picture: str,
 ) -> None:
     placement = Placement.round_robin(num_ranks, stages_per_rank)
-    assert text_grid(make_plan(schedule, placement, num_microbatches)) == picture
+    plan = make_plan(schedule, placement, num_microbatches)
+    assert text_grid(plan, versions="@" in picture) == picture
     if generator is not None:
         assert picture in (inspect.getdoc(generator) or "").replace("\n    ", "\n")
 

@@ -24,22 +24,33 @@ from lightning_pipe.schedule import (
     ScheduleError,
     SendActivation,
     Update,
+    VersionPolicy,
     make_plan,
     validate,
 )
 
 Programs = list[list[Instruction]]
+Shape = tuple[str, Placement, tuple[int, ...], VersionPolicy | None]
 
-SHAPES = [
-    ("naive", Placement.round_robin(3), 1),
-    ("gpipe", Placement.round_robin(3), 3),
-    ("gpipe", Placement.round_robin(2, 2), 3),
-    ("1f1b", Placement.round_robin(3), 4),
-    ("interleaved", Placement.round_robin(2, 2), 4),
-    ("interleaved", Placement.round_robin(3, 2), 3),
-    ("interleaved", Placement.round_robin(1, 3), 2),
-    ("forward", Placement.round_robin(2, 2), 3),
+SHAPES: list[Shape] = [
+    ("naive", Placement.round_robin(3), (1,), None),
+    ("gpipe", Placement.round_robin(3), (3,), None),
+    ("gpipe", Placement.round_robin(2, 2), (3,), None),
+    ("1f1b", Placement.round_robin(3), (4,), None),
+    ("interleaved", Placement.round_robin(2, 2), (4,), None),
+    ("interleaved", Placement.round_robin(3, 2), (3,), None),
+    ("interleaved", Placement.round_robin(1, 3), (2,), None),
+    ("forward", Placement.round_robin(2, 2), (3,), None),
+    ("pipedream", Placement.round_robin(3), (2, 2, 1), VersionPolicy.STASHING),
+    ("pipedream", Placement.round_robin(3), (2, 2, 1), VersionPolicy.VERTICAL_SYNC),
+    ("pipedream", Placement.round_robin(3), (2, 2, 1), VersionPolicy.NO_STASHING),
+    ("pipedream_2bw", Placement.round_robin(2), (3, 3, 3, 2), VersionPolicy.DOUBLE_BUFFERED),
 ]
+
+
+def plan_of(shape: Shape, receive_model: ReceiveModel = "posted") -> Plan:
+    schedule, placement, batches, policy = shape
+    return make_plan(schedule, placement, batches, receive_model, policy)
 
 
 def drop(programs: Programs, rng: random.Random) -> None:
@@ -72,10 +83,12 @@ def advance(programs: Programs, rng: random.Random) -> None:
 
 
 def alter(programs: Programs, rng: random.Random) -> None:
+    """Change one field. An update that keeps more than is read would be harmless."""
     program = rng.choice(programs)
     i = rng.randrange(len(program))
     name = rng.choice(fields(program[i])).name
-    value = getattr(program[i], name) + rng.choice([-1, 1, 100])
+    change = rng.choice([1, 100] if name == "keeps" else [-1, 1, 100])
+    value = getattr(program[i], name) + change
     program[i] = replace(program[i], **{name: value})
 
 
@@ -113,7 +126,7 @@ def test_validator_agrees_with_the_interpreter(
     verdicts: Counter[bool] = Counter()
     for shape in SHAPES:
         for seed in range(60):
-            plan = mutated(make_plan(*shape, model), mutate, seed)
+            plan = mutated(plan_of(shape, model), mutate, seed)
             # "rendezvous" asks for more than "posted", even where one batch would save a bad order
             problem = broken(plan) or broken(plan, model)
             message = refusal(plan, model)
@@ -130,13 +143,13 @@ def test_validator_agrees_after_two_mutations(
 ) -> None:
     for shape in SHAPES:
         for seed in range(30):
-            plan = mutated(mutated(make_plan(*shape), mutate, seed), swap_neighbours, seed)
+            plan = mutated(mutated(plan_of(shape), mutate, seed), swap_neighbours, seed)
             assert bool(broken(plan)) == bool(refusal(plan)), (shape, seed)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_single_instruction_is_needed(shape: tuple[str, Placement, int]) -> None:
-    plan = make_plan(*shape)
+def test_every_single_instruction_is_needed(shape: Shape) -> None:
+    plan = plan_of(shape)
     for rank, program in enumerate(plan.programs):
         for i in range(len(program)):
             programs = list(plan.programs)
@@ -239,7 +252,7 @@ def test_in_flight_bound() -> None:
 
 def test_version() -> None:
     plan = edited(0, lambda program: program.__setitem__(0, Forward(0, 0, version=3)))
-    assert "rank 0: 0F0 reads version 3; a batch has only 0" in refusal(plan)
+    assert "rank 0: 0F0 reads version 3; its stage holds only 0" in refusal(plan)
 
 
 def test_rendezvous_deadlock() -> None:
@@ -256,3 +269,89 @@ def test_long_plans_are_drawn_around_the_bad_cell() -> None:
 def test_unknown_receive_model() -> None:
     with pytest.raises(ValueError, match="receive_model='tagged' must be one of"):
         validate(TWO, cast(ReceiveModel, "tagged"))
+
+
+# Versions: three stages, five micro-batches of one each; two stages, four batches of two.
+
+STASHING = make_plan("pipedream", Placement.round_robin(3), (1,) * 5)
+VERTICAL_SYNC = make_plan(
+    "pipedream", Placement.round_robin(3), (1,) * 5, policy=VersionPolicy.VERTICAL_SYNC
+)
+NO_STASHING = make_plan(
+    "pipedream", Placement.round_robin(3), (1,) * 5, policy=VersionPolicy.NO_STASHING
+)
+DOUBLE_BUFFERED = make_plan("pipedream_2bw", Placement.round_robin(2), (2,) * 4)
+
+
+def with_step(plan: Plan, step: Instruction) -> Plan:
+    """Put another spelling of a step into its place."""
+    rank = plan.placement.rank_of[step.stage]
+    position = plan.programs[rank].index(step)
+    return edited(rank, lambda program: program.__setitem__(position, step), plan)
+
+
+def moved(plan: Plan, step: Instruction, before: Instruction) -> Plan:
+    """Move a step to right before another one of its rank."""
+
+    def move(program: list[Instruction]) -> None:
+        found = program.pop(program.index(step))
+        program.insert(program.index(before), found)
+
+    return edited(plan.placement.rank_of[step.stage], move, plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "step", "message"),
+    [
+        # not made yet, or dropped
+        (STASHING, Forward(0, 3, version=2), "rank 0: 0F3 reads version 2; its stage holds 0 to 1"),
+        (
+            STASHING,
+            Backward(2, 1, version=0),
+            "rank 2: 2B1 reads version 0; its stage holds only 1",
+        ),
+        (STASHING, Update(0, 1, keeps=1), "rank 0: 0B2 reads version 0; its stage holds 1 to 2"),
+        (NO_STASHING, Backward(0, 3, version=1), "0B3 reads version 1; its stage holds only 3"),
+        (DOUBLE_BUFFERED, Forward(1, 6, version=1), "1F6 reads version 1; its stage holds only 2"),
+        # not what the policy says
+        (STASHING, Forward(0, 4, version=1), "0F4 reads weights that are 3 updates old; the bound"),
+        (STASHING, Backward(0, 3, version=2), "0B3 is of version 2, but 0F3 reads 1"),
+        (VERTICAL_SYNC, Forward(2, 3, version=3), "2F3 is of version 3, but 0F3 reads 1"),
+        (STASHING, SendActivation(0, 3, peer=1), "0SEND_F3 is of version 0, but 0F3 reads 1"),
+        (STASHING, ReceiveActivation(1, 3, peer=0), "1RECV_F3 is of version 0, but 0F3 reads 1"),
+        # held in vain
+        (STASHING, Update(2, 2, keeps=2), "2UPDATE2 makes its stage hold versions 2 to 3; the bou"),
+        (STASHING, Update(2, 4, keeps=6), "2UPDATE4 keeps version 6 on, newer than the one it mak"),
+    ],
+)
+def test_wrong_version(plan: Plan, step: Instruction, message: str) -> None:
+    assert message in refusal(with_step(plan, step))
+
+
+@pytest.mark.parametrize(
+    ("plan", "step", "before", "message"),
+    [
+        (STASHING, Update(0, 0), Backward(0, 1), "0F3 reads version 1; its stage holds only 0"),
+        (STASHING, Update(0, 3), Reduce(0, 3), "0UPDATE3 comes before 0REDUCE_GRAD3, which it"),
+        (NO_STASHING, Update(0, 3), Reduce(0, 4), "0B4 reads version 4; its stage holds only 3"),
+        (DOUBLE_BUFFERED, Update(0, 0), Backward(0, 3), "0F4 reads version 1; its stage holds on"),
+        (DOUBLE_BUFFERED, Update(0, 3), Update(0, 2), "0UPDATE3 is out of order; its stage is at"),
+    ],
+)
+def test_misplaced_update(plan: Plan, step: Instruction, before: Instruction, message: str) -> None:
+    assert message in refusal(moved(plan, step, before))
+
+
+@pytest.mark.parametrize("plan", [STASHING, VERTICAL_SYNC, NO_STASHING, DOUBLE_BUFFERED])
+def test_missing_or_doubled_update(plan: Plan) -> None:
+    missing = edited(1, lambda program: program.remove(Update(1, 2)), plan)
+    assert "rank 1: 1UPDATE2 is missing; every stage needs one" in refusal(missing)
+    doubled = edited(1, lambda program: program.append(Update(1, 2)), plan)
+    assert "rank 1: 1UPDATE2 comes twice" in refusal(doubled)
+
+
+def test_the_policy_of_a_plan_is_proven() -> None:
+    plans = [STASHING, VERTICAL_SYNC, NO_STASHING]
+    for plan in plans:
+        for other in plans:
+            assert bool(refusal(replace(plan, policy=other.policy))) == (plan is not other)

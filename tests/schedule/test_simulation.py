@@ -21,7 +21,7 @@ from lightning_pipe.schedule import (
 RANKS = [1, 2, 3, 4, 6]
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "pipedream"])
 @pytest.mark.parametrize("P", RANKS)
 def test_bubble_and_in_flight(schedule: str, P: int) -> None:
     for m in range(1, 4 * P + 1):
@@ -32,7 +32,8 @@ def test_bubble_and_in_flight(schedule: str, P: int) -> None:
         assert timeline.busy == (3.0 * m,) * P
         assert timeline.bubble == pytest.approx([(P - 1) / (m + P - 1)] * P, abs=1e-12)
         assert timeline.mean_bubble == pytest.approx((P - 1) / (m + P - 1), abs=1e-12)
-        expected = [min(P - s, m) if schedule == "1f1b" else m for s in range(P)]
+        f_then_b = schedule in ("naive", "gpipe")
+        expected = [m if f_then_b else min(P - s, m) for s in range(P)]
         assert timeline.peak_in_flight == tuple(expected)
 
 
@@ -57,10 +58,17 @@ def test_f_then_b_over_several_stages_per_rank_has_the_interleaved_bubble(v: int
         assert timeline.makespan == 3 * (v * m + 3)
 
 
+def test_a_fill_over_many_batches_has_next_to_no_bubble() -> None:
+    timeline = simulate(make_plan("pipedream", Placement.round_robin(4), (4,) * 24))
+    assert timeline.mean_bubble == pytest.approx(3 / (96 + 3))
+    assert timeline.live_versions == (4, 3, 2, 1)
+
+
 def test_forward_only_keeps_nothing() -> None:
     timeline = simulate(make_plan("forward", Placement.round_robin(3), 5))
     assert timeline.makespan == 7
     assert timeline.peak_in_flight == (0, 0, 0)
+    assert timeline.live_versions == (1, 1, 1)
 
 
 @pytest.mark.parametrize("P", RANKS)
@@ -108,6 +116,6 @@ def test_costs_that_do_not_fit(forward: float | list[float]) -> None:
 
 def test_a_plan_that_cannot_complete() -> None:
     placement = Placement.round_robin(2)
-    plan = Plan("mine", placement, 1, ((), (ReceiveActivation(1, 0, peer=0), Forward(1, 0))))
+    plan = Plan("mine", placement, (1,), ((), (ReceiveActivation(1, 0, peer=0), Forward(1, 0))))
     with pytest.raises(ScheduleError, match="cannot complete"):
         simulate(plan)

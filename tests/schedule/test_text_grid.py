@@ -6,6 +6,7 @@ from lightning_pipe.schedule import (
     Backward,
     Forward,
     Placement,
+    Reduce,
     SendActivation,
     Update,
     make_plan,
@@ -32,6 +33,23 @@ def test_mark() -> None:
 def test_what_is_not_a_compute_marks_the_compute_that_it_serves() -> None:
     assert text_grid(TWO, SendActivation(0, 2, peer=1)) == text_grid(TWO, Forward(0, 2))
     assert text_grid(TWO, Update(1)) == text_grid(TWO, Backward(1, 2))
+
+
+def test_versions() -> None:
+    plan = make_plan("pipedream", Placement.round_robin(2), (1, 1, 1))
+    assert text_grid(plan, versions=True) == (
+        "rank 0 | F0@0 F1@0 ..   B0@0 F2@1 B1@0 ..   B2@1\n"
+        "rank 1 | ..   F0@0 B0@0 F1@1 B1@1 F2@2 B2@2 .."
+    )
+    assert "[F2@1]" in text_grid(plan, mark=Forward(0, 2), versions=True)
+    assert "[F3?]" in text_grid(plan, mark=Forward(0, 3), versions=True)
+
+
+def test_an_update_marks_its_own_last_backward() -> None:
+    plan = make_plan("pipedream", Placement.round_robin(2), 3)
+    assert text_grid(plan, Update(0, 1)) == text_grid(plan, Backward(0, 1))
+    plan = make_plan("pipedream_2bw", Placement.round_robin(2), (2, 3, 1))
+    assert text_grid(plan, Reduce(0, 1)) == text_grid(plan, Backward(0, 4))
 
 
 def test_window() -> None:

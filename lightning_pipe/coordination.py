@@ -1,0 +1,136 @@
+"""When to pause and when to stop: one decision for all ranks, and no rendezvous for it.
+
+Lightning lets all ranks wait for each other before or after every batch to ask who has received
+SIGTERM and what rank 0's clock says. Here rank 0 decides when a batch begins, and its decisions
+travel down the pipeline with the message that goes ahead of the batch. Another rank that is asked
+to stop says so in the same message; the last rank tells rank 0 with its word on the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.strategies import Strategy
+
+from lightning_pipe import trainer_patches as patches
+from lightning_pipe.runtime.rounds import Wishes
+from lightning_pipe.runtime.training import TrainingResult
+
+
+@dataclass
+class _Clock:
+    """Something that is due at a time.
+
+    Attributes:
+        is_due: Asks the clock of this process.
+        install: Lets Lightning take the decision, which its argument gives (``None``: there is
+            none yet), instead of asking the clocks of all ranks.
+    """
+
+    is_due: Callable[[], bool]
+    install: Callable[[Callable[[], bool | None]], patches.Undo]
+
+
+class Coordination:
+    """The decisions of a training run, on one rank.
+
+    Args:
+        trainer: Which is about to train.
+        strategy: Its strategy.
+
+    Attributes:
+        stops: Whether all ranks have agreed to stop after the running batch.
+    """
+
+    def __init__(self, trainer: Trainer, strategy: Strategy) -> None:
+        self._trainer = trainer
+        self.stops = self._asked = False
+        self._decisions: tuple[bool, ...] | None = None  # in the order of the clocks
+        self._clocks = list(_clocks(trainer, strategy))
+        self._undo = [patches.take_sigterm(trainer, self._ask)]
+        for index, clock in enumerate(self._clocks):
+            self._undo.append(clock.install(partial(self._decision, index)))
+
+    def close(self) -> None:
+        """Give Lightning its own ways back."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+
+    def wishes(self) -> Wishes:
+        """What this rank wants of the round that begins."""
+        return Wishes(self._asked, tuple(clock.is_due() for clock in self._clocks), self._pauses)
+
+    def conclude(self, result: TrainingResult) -> None:
+        """Act on what was agreed on in a round."""
+        if result.stops and not self.stops:
+            self.stops = True
+            patches.stop_as_after_sigterm(self._trainer)
+
+    def _ask(self) -> None:
+        self._asked = True
+
+    def _decision(self, index: int) -> bool | None:
+        return None if self._decisions is None else self._decisions[index]
+
+    def _pauses(self, decisions: tuple[bool, ...]) -> bool:
+        self._decisions = decisions
+        return patches.pauses_after_batch(self._trainer)
+
+
+def _clocks(trainer: Trainer, strategy: Strategy) -> list[_Clock]:
+    """All that depends on the time, in the same order on all ranks."""
+    clocks = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Timer) and callback._duration is not None:
+            if callback._interval == "step":
+                clocks.append(_timer(callback, strategy))
+        elif isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+            clocks.append(_time_based_checkpoint(callback, strategy))
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        clocks.append(_time_between_validations(trainer))
+    return clocks
+
+
+def _timer(timer: Timer, strategy: Strategy) -> _Clock:
+    def is_due() -> bool:
+        assert timer._duration is not None
+        return timer.time_elapsed() >= timer._duration
+
+    return _Clock(is_due, _answering(strategy, timer, "_check_time_remaining", negated=False))
+
+
+def _time_based_checkpoint(checkpoint: ModelCheckpoint, strategy: Strategy) -> _Clock:
+    def is_due() -> bool:
+        interval, before = checkpoint._train_time_interval, checkpoint._last_time_checked
+        assert interval is not None
+        return before is not None and time.monotonic() - before >= interval.total_seconds()
+
+    # What it broadcasts is whether to skip the checkpoint.
+    return _Clock(is_due, _answering(strategy, checkpoint, "on_train_batch_end", negated=True))
+
+
+def _time_between_validations(trainer: Trainer) -> _Clock:
+    def is_due() -> bool:
+        interval, before = trainer._val_check_time_interval, trainer._last_val_time  # type: ignore[attr-defined]
+        return bool(time.monotonic() - before >= interval)
+
+    return _Clock(is_due, lambda decide: patches.decide_when_to_validate(trainer, decide))
+
+
+def _answering(
+    strategy: Strategy, callback: Callback, method: str, negated: bool
+) -> Callable[[Callable[[], bool | None]], patches.Undo]:
+    def install(decide: Callable[[], bool | None]) -> patches.Undo:
+        def answer() -> bool | None:
+            decision = decide()
+            return None if decision is None else decision is not negated
+
+        return patches.answer_broadcast(strategy, callback, method, answer)
+
+    return install

@@ -1,0 +1,328 @@
+"""Training, round by round: one batch in, and what has come to an end out.
+
+A synchronous schedule empties the pipeline in every round. An asynchronous one leaves micro-batches
+in flight between rounds and *drains* only where it is told to; what lies between two drains is a
+fill. All else is the same: a synchronous round is a fill of one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_pipe.runtime.endings import Ending, Endings
+from lightning_pipe.runtime.executor import Executor, Measurements, Program
+from lightning_pipe.runtime.handshake import Agreement, Announcement, checksum
+from lightning_pipe.runtime.link import Link, stable_hash
+from lightning_pipe.runtime.microbatch import leaves_of
+from lightning_pipe.runtime.random_state import RandomStates
+from lightning_pipe.runtime.stage import Stage
+from lightning_pipe.runtime.steps import BatchSteps, MicroBatches, Step
+from lightning_pipe.runtime.training import (
+    ApplyUpdate,
+    AsynchronousWork,
+    BatchResult,
+    SynchronousWork,
+    TrainingResult,
+    TrainingWork,
+)
+from lightning_pipe.schedule.instructions import Update
+
+
+class TrainingPrograms(Protocol):
+    """What a rank runs in each round.
+
+    Attributes:
+        continuous: Whether the pipeline stays full between batches.
+        per_microbatch: Whether each micro-batch makes an update, and not each batch.
+    """
+
+    continuous: bool
+    per_microbatch: bool
+
+    def drains(self, size: int, count: int) -> bool:
+        """Whether a batch of ``count`` micro-batches must drain a fill of batches of ``size``."""
+        ...
+
+    def lag(self, size: int) -> int:
+        """Rounds until the last rank's word on a batch has reached all without any waiting."""
+        ...
+
+    def round(self, index: int, size: int, count: int, drains: bool) -> Program:
+        """The program of batch ``index`` of a fill."""
+        ...
+
+    def drain(self, index: int, size: int) -> Program:
+        """What empties the pipeline after ``index`` batches."""
+        ...
+
+
+@dataclass
+class Wishes:
+    """What a rank would like of a round; rank 0 decides.
+
+    Attributes:
+        asked: Whether this rank was asked to stop training.
+        decisions: Counts on rank 0: what only one clock must decide.
+        ends: Whether training pauses after this batch, for validation or for good, given rank 0's
+            decisions. All ranks must say the same.
+    """
+
+    asked: bool = False
+    decisions: tuple[bool, ...] = ()
+    ends: Callable[[tuple[bool, ...]], bool] = lambda decisions: True
+
+
+@dataclass
+class _Fill:
+    """What is in the pipeline.
+
+    Attributes:
+        size: Micro-batches in each batch.
+        batches: So far.
+        microbatches: So far.
+        signatures: Of micro-batches that may still be in flight.
+        last_batch: Number of the latest batch, over the whole run.
+    """
+
+    size: int = 0
+    batches: int = 0
+    microbatches: int = 0
+    signatures: dict[int, Hashable] = field(default_factory=dict)
+    last_batch: int = 0
+
+
+class TrainingRounds:
+    """Runs the training of one rank.
+
+    Args:
+        link: To the other ranks.
+        stages: This rank's, by index.
+        num_stages: Of the whole model.
+        programs: What to run.
+        random_states: Seed the streams of step and layers.
+        shared: Parameters outside the layers; on every rank, equal.
+        shared_buffers: Buffers outside the layers; all ranks get the last rank's.
+        compares_versions: See :class:`Executor`.
+
+    Attributes:
+        apply_update: Makes the updates that are not left to the caller of :meth:`train`.
+        running: Whether a round is running, so that a pipelined call belongs to it.
+    """
+
+    apply_update: ApplyUpdate
+
+    def __init__(
+        self,
+        link: Link,
+        stages: Mapping[int, Stage],
+        num_stages: int,
+        programs: TrainingPrograms,
+        random_states: RandomStates,
+        shared: Sequence[nn.Parameter],
+        shared_buffers: Sequence[Tensor],
+        compares_versions: bool,
+    ) -> None:
+        self._link, self._stages, self._num_stages = link, stages, num_stages
+        self._programs, self._random = programs, random_states
+        self._shared, self._buffers = list(shared), list(shared_buffers)
+        self._executor = Executor(
+            link.mailbox, num_stages, link.transport.rank, compares_versions and programs.continuous
+        )
+        self._endings = Endings(link.transport)
+        self._work: SynchronousWork | AsynchronousWork
+        if programs.continuous:
+            (stage,) = stages.values()
+            self._work = AsynchronousWork(stage, programs.per_microbatch, self._apply)
+        else:
+            self._work = SynchronousWork(stages, shared, link.transport)
+        self._fill = _Fill()
+        self.running = False
+        self._steps: BatchSteps | None = None  # of the batch that a round began with
+        self._asked = False  # to stop, some rank
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the pipeline holds micro-batches of earlier rounds."""
+        return self._fill.batches > 0
+
+    @property
+    def measured(self) -> Measurements:
+        """What this rank did so far."""
+        measured = self._executor.measured
+        measured.updates, measured.weights = self._work.updates, self._work.weights()
+        return measured
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a pipelined call made in a round."""
+        if self._steps is None or not self._steps.running:
+            raise MisconfigurationException(
+                "The pipelined module was called from a hook of an update while the pipeline is "
+                "running. Call it in `training_step`, or after the batch."
+            )
+        return self._steps.call(args, kwargs)
+
+    def train(
+        self,
+        step: Step,
+        batch: MicroBatches,
+        whole: Any,
+        loader: str,
+        attach: Callable[[], Any],
+        wishes: Wishes,
+    ) -> TrainingResult:
+        """Run one batch; see :meth:`Pipeline.train`.
+
+        Args:
+            step: The user's.
+            batch: Cut.
+            whole: The same batch, uncut.
+            loader: Where it comes from, for errors.
+            attach: Called on the last rank at the end; what it returns reaches all ranks.
+            wishes: Of this rank.
+        """
+        signatures = self._link.signatures("training", batch.pieces)
+        heard = self._link.hear()
+        agreement = self._agree(wishes, heard)
+        ends = wishes.ends(agreement.decisions)
+        announcement = Announcement(
+            "training",
+            loader,
+            batch.number,
+            stable_hash(signatures),
+            checksum(leaves_of(whole)),
+            arguments=0,
+            ends=ends,
+            agreement=agreement,
+        )
+        steps = BatchSteps(
+            step,
+            batch,
+            self._stages,
+            self._random,
+            self._work.new_losses(),
+            self._link.agree(announcement, heard),
+        )
+        fill, count = self._fill, len(batch.pieces)
+        fill.size = fill.size or count
+        drains = ends or agreement.stops or self._programs.drains(fill.size, count)
+        program = self._programs.round(fill.batches, fill.size, count, drains)
+        first = fill.microbatches
+        fill.batches, fill.microbatches = fill.batches + 1, first + count
+        fill.signatures |= enumerate(signatures, first)
+        fill.last_batch = batch.number
+
+        self._endings.expect()
+        self._link.expect(program, fill.signatures, self._programs.continuous)
+        last = program[-1] if isinstance(program[-1], Update) else None
+        self._work.begin(steps, first, last)
+        self._run(program, steps)
+        if self._link.is_last:
+            self._say_ending(steps, attach, agreement)
+        self._executor.measured.batches += 1
+        self._executor.measured.fills += first == 0
+        finished = self._finish(drains)
+        weight = finished[-1].weight if finished and not self._programs.continuous else 1.0
+        work: TrainingWork = self._work
+        return TrainingResult(
+            finished, agreement.decisions, agreement.stops, work.due, work.gradients, weight
+        )
+
+    def drain(self) -> list[BatchResult]:
+        """Empty the pipeline; all updates are made here. Collective.
+
+        Returns:
+            The batches that come to an end.
+        """
+        fill = self._fill
+        if not fill.batches:
+            return []
+        heard = self._link.hear()
+        mine = Announcement("draining after", "training", fill.last_batch, 0, 0, 0)
+        self._link.agree(mine, heard)((), {})
+        program = self._programs.drain(fill.batches, fill.size)
+        self._work.begin(None, fill.microbatches, None)
+        self._run(program, None)
+        return self._finish(drained=True)
+
+    def _apply(self, *update: Any) -> None:
+        self.apply_update(*update)
+
+    def _agree(self, wishes: Wishes, heard: Announcement | None) -> Agreement:
+        if heard is None:
+            return Agreement(wishes.asked, wishes.asked or self._asked, wishes.decisions)
+        decided = heard.agreement
+        return Agreement(wishes.asked or decided.asked, decided.stops, decided.decisions)
+
+    def _run(self, program: Program, steps: BatchSteps | None) -> None:
+        self._steps, self.running = steps, True
+        try:
+            with self._random.restored(), _withheld(self._own_parameters()), torch.enable_grad():
+                self._executor.run(program, self._fill.signatures, self._work)
+        finally:
+            self._steps, self.running = None, False
+
+    def _say_ending(
+        self, steps: BatchSteps, attach: Callable[[], Any], agreement: Agreement
+    ) -> None:
+        losses = steps.losses
+        own = losses.own_weights == {True}
+        ending = Ending(
+            steps.batch.number,
+            losses.mean.cpu(),
+            losses.weight if own else 1.0,
+            own,
+            [buffer.cpu() for buffer in self._buffers],
+            attach(),
+            agreement.asked,
+        )
+        self._endings.say(ending)
+
+    def _finish(self, drained: bool) -> list[BatchResult]:
+        """Take the last rank's word on what has come to an end."""
+        fill, lag = self._fill, self._programs.lag(self._fill.size)
+        endings = self._endings.hear(leave=0 if drained else lag)
+        if drained:
+            self._fill = _Fill()
+        oldest = fill.microbatches - self._num_stages  # which may still be in flight
+        for microbatch in [m for m in fill.signatures if m < oldest]:
+            del fill.signatures[microbatch]
+        self._link.mailbox.end_round(self._num_stages if self._programs.continuous else 0)
+        results = []
+        for ending in endings:
+            self._asked |= ending.asked
+            if not self._link.is_last:
+                for mine, last in zip(self._buffers, ending.buffers, strict=True):
+                    mine.copy_(last)
+            loss = ending.loss.to(self._link.transport.device)
+            results.append(
+                BatchResult(
+                    ending.number, loss, ending.weight, ending.own_weight, ending.attachment
+                )
+            )
+        return results
+
+    def _own_parameters(self) -> Iterable[nn.Parameter]:
+        for stage in self._stages.values():
+            for layer in stage.layers:
+                yield from layer.parameters()
+        yield from self._shared
+
+
+@contextmanager
+def _withheld(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Set the gradients of parameters aside; inside, they have none."""
+    aside = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in aside:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in aside:
+            parameter.grad = gradient

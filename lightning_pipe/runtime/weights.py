@@ -1,0 +1,150 @@
+"""The versions of a stage's weights that are still to be read (weight stashing).
+
+The parameters always hold the newest version. An asynchronous schedule also runs forwards and
+backwards that must see the weights as they were some updates ago, so a version is read through
+*aliases*: leaf tensors over its memory, which stand in the parameters' places in the layers for as
+long as the forward or the backward runs. What autograd saves, and what a recomputation finds in the
+layers, is then that version; the gradients land on the aliases.
+
+An update works in place. Before it, the parameters move to a copy of their memory if anyone still
+reads the old version, which its aliases then keep (copy on write). If no one does, the aliases go
+on to the new version, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+Gradients = list[tuple[nn.Parameter, Tensor]]
+
+
+class WeightStore:
+    """The weights of one stage, by version.
+
+    Attributes:
+        newest: Version of the parameters: updates since the fill began.
+        peak_versions: Most versions held at a time.
+        peak_bytes: Most bytes of weights held at a time, frozen ones included.
+
+    Args:
+        layers: The stage's.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self.newest = 0
+        self.peak_versions = self.peak_bytes = 0
+        self._parameters: list[nn.Parameter] = []  # that are trained
+        self._places: list[list[tuple[dict[str, Any], str]]] = []  # of each, in the modules
+        self._aliases: dict[int, list[nn.Parameter]] = {}  # by version
+
+    def begin_fill(self) -> None:
+        """Call the weights as they are now version 0; nothing older can be read.
+
+        Raises:
+            MisconfigurationException: A parameter has hooks, which gradients on aliases pass by.
+        """
+        places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
+        for module in {module: None for layer in self._layers for module in layer.modules()}:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    places.setdefault(parameter, []).append((module._parameters, name))
+        self._parameters, self._places = list(places), list(places.values())
+        for parameter, ((_, name), *_) in places.items():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise MisconfigurationException(
+                    f"A parameter {name!r} of shape {tuple(parameter.shape)} has gradient hooks, "
+                    "which an asynchronous schedule does not run: gradients belong to versions of "
+                    "a weight. Use the hook `on_before_optimizer_step` instead."
+                )
+        self.newest, self._aliases = 0, {}
+        self._measure()
+
+    @contextmanager
+    def reading(self, version: int) -> Iterator[None]:
+        """Inside, the layers have the weights of a version.
+
+        Raises:
+            RuntimeError: It is not held.
+        """
+        aliases = self._read(version)
+        self._put(aliases)
+        try:
+            yield
+        finally:
+            self._put(self._parameters)
+
+    def take_gradients(self, version: int) -> list[Tensor | None]:
+        """Take what backwards under :meth:`reading` have left, in the order of the parameters."""
+        aliases = self._read(version)
+        gradients = [alias.grad for alias in aliases]
+        for alias in aliases:
+            alias.grad = None
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                raise MisconfigurationException(
+                    f"A layer used a parameter of shape {tuple(parameter.shape)} that it holds "
+                    "elsewhere than as an attribute (in a list, or a closure), where the weights "
+                    "of an earlier version cannot take its place. Read parameters as attributes."
+                )
+        return gradients
+
+    def with_parameters(self, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Pair gradients, in the order of the parameters, with these; leave out missing ones."""
+        pairs = zip(self._parameters, gradients, strict=True)
+        return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+
+    def advance(self, keeps: int) -> None:
+        """Make the parameters ready for the next update, in place.
+
+        Args:
+            keeps: The oldest version that will be read afterwards.
+        """
+        if keeps <= self.newest:
+            self._read(self.newest)  # its aliases keep the memory
+            for parameter in self._parameters:
+                parameter.data = parameter.data.clone()
+        elif self.newest in self._aliases:
+            self._aliases[self.newest + 1] = self._aliases.pop(self.newest)
+        self.newest += 1
+        self._aliases = {v: aliases for v, aliases in self._aliases.items() if v >= keeps}
+        self._measure()
+
+    def _read(self, version: int) -> list[nn.Parameter]:
+        """The aliases of a version."""
+        aliases = self._aliases.get(version)
+        if aliases is None:
+            if version != self.newest:
+                held = sorted({*self._aliases, self.newest})
+                raise RuntimeError(
+                    f"Version {version} of the weights is to be read, but only versions {held} "
+                    "are held: this is an error in the schedule. Please report it."
+                )
+            # Over `.data`: a version counter of their own, so that updates in place, which come
+            # after the last read, or which the schedule wants, are no error to autograd.
+            aliases = [nn.Parameter(parameter.data) for parameter in self._parameters]
+            self._aliases[version] = aliases
+        return aliases
+
+    def _put(self, tensors: Sequence[nn.Parameter]) -> None:
+        for tensor, places in zip(tensors, self._places, strict=True):
+            for parameters, name in places:
+                parameters[name] = tensor
+
+    def _measure(self) -> None:
+        versions = len({*self._aliases, self.newest})
+        if versions > self.peak_versions:
+            self.peak_versions, self.peak_bytes = versions, self._count_bytes()
+
+    def _count_bytes(self) -> int:
+        """Bytes of all weights held; memory that several refer to counts once."""
+        held: list[Tensor] = [p for layer in self._layers for p in layer.parameters()]
+        for aliases in self._aliases.values():
+            held += aliases
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+        return sum(storages.values())

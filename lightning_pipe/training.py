@@ -1,0 +1,217 @@
+"""The training half of the adapter: Lightning's steps, run by a pipeline.
+
+Lightning calls ``training_step``, then ``zero_grad``, then ``backward``, all inside of
+``optimizer_step``. Here the first runs a round and withholds its gradients, and ``backward``
+delivers them. While the pipeline of an asynchronous schedule fills, there is nothing to deliver and
+no update; where a round makes several, the last one is Lightning's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipe import trainer_patches as patches
+from lightning_pipe.coordination import Coordination
+from lightning_pipe.relay import StepLogs
+from lightning_pipe.runtime.pipeline import Pipeline
+from lightning_pipe.runtime.training import BatchResult, TrainingResult
+from lightning_pipe.updates import Updates
+
+
+class PipelineTraining:
+    """One fit on one rank.
+
+    Args:
+        module: The user's.
+        pipeline: This rank's.
+        precision: Of the Trainer.
+        logs: Of the steps.
+        coordination: With the other ranks.
+        optimizer: Gives the optimizer.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        pipeline: Pipeline,
+        precision: Precision,
+        logs: StepLogs,
+        coordination: Coordination,
+        optimizer: Callable[[], Optimizer],
+    ) -> None:
+        self._module, self._pipeline, self._precision = module, pipeline, precision
+        self._trainer: Trainer = module.trainer
+        self._logs, self._coordination = logs, coordination
+        self._updates = Updates(module, precision, optimizer)
+        self._result: TrainingResult | None = None  # withheld until backward
+        self._owed: int | None = None  # batch whose update Lightning has yet to make
+        self._fresh = True  # Lightning may log what this round has played
+        self._step = 0  # under which loggers put the latest batch that was played
+        self._spent_unseen = False
+        self._undo: list[patches.Undo] = []
+        if pipeline.continuous:
+            pipeline.apply_updates_by(self._updates.apply)
+            pipeline.before_call = self.drain
+            self._undo = [
+                patches.before_pauses(self._trainer, self.drain),
+                patches.hide_stale_values(self._trainer, self._hidden),
+            ]
+            warnings.filterwarnings("ignore", r".*`lr_scheduler\.step\(\)` before `optimizer")
+
+    def close(self) -> None:
+        """Give Lightning its own ways back."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        self._coordination.close()
+
+    @property
+    def stops(self) -> bool:
+        """Whether all ranks have agreed to stop after the running batch."""
+        return self._coordination.stops
+
+    def begin(self) -> None:
+        """Find out whether anyone looks at the gradients of the batch before."""
+        hooks = "optimizer_zero_grad", "on_before_zero_grad"
+        self._spent_unseen = not any(is_overridden(hook, self._module) for hook in hooks) and (
+            not any(
+                is_overridden("on_before_zero_grad", callback, Callback)
+                for callback in self._trainer.callbacks  # type: ignore[attr-defined]
+            )
+        )
+
+    def training_step(self, batch: Any, args: Sequence[Any]) -> Any:
+        """Run a round.
+
+        Args:
+            batch: As Lightning gives it.
+            args: Further arguments of the user's step.
+
+        Returns:
+            The mean loss, equal on all ranks, of the batch that came to an end last: this one with
+            a synchronous schedule, an earlier one else. Not a number while the pipeline fills.
+        """
+        module, logs = self._module, self._logs
+
+        def step(microbatch: Any, index: int) -> Any:
+            with logs.microbatch(microbatch), self._precision.train_step_context():
+                result = module.training_step(microbatch, *args)
+                logs.weigh(result)
+                return result
+
+        number = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        if self._pipeline.continuous:
+            self._check_continuous()
+            self._updates.remember(number)
+        self._free_spent_gradients()
+        logs.begin_batch()
+        result = self._pipeline.train(
+            step, batch, number, "train_dataloader", logs.collect, self._coordination.wishes()
+        )
+        self._coordination.conclude(result)
+        self._result, self._owed = result, result.update
+        self._step = patches.batches_logged(self._trainer)
+        self._play(result.finished)
+        if not result.finished:
+            return torch.tensor(float("nan"), device=module.device)
+        last = result.finished[-1]
+        if last.own_weight:
+            return {"loss": last.loss, "weight": torch.tensor(last.weight)}
+        return last.loss
+
+    def backward(self, closure_loss: Tensor) -> Tensor:
+        """Deliver the gradients of the round, if an update is due."""
+        assert self._result is not None
+        loss: Tensor = self._precision.pre_backward(closure_loss, self._module)
+        self._result.deliver(1 / self._trainer.accumulate_grad_batches)
+        self._result = None
+        return self._precision.post_backward(loss, self._module)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run Lightning's closure, and step if an update is due."""
+        if not self._pipeline.continuous:
+            step = self._precision.optimizer_step(
+                optimizer, model=self._module, closure=closure, **kwargs
+            )
+            self._owed = None
+            return step
+        outcome = closure()
+        batch, self._owed = self._owed, None
+        if batch is None:
+            return outcome
+        with self._updates.of(batch):
+            return self._precision.optimizer_step(
+                optimizer, model=self._module, closure=lambda: outcome, **kwargs
+            )
+
+    def drain(self) -> None:
+        """Empty the pipeline between two steps, and log what comes out as in a step. Collective."""
+        if not self._pipeline.in_flight:
+            return
+        finished = self._pipeline.drain()
+        with patches.as_in_training_step(self._trainer):
+            for result in finished:
+                self._play_and_log(result)
+
+    def _play(self, finished: Sequence[BatchResult]) -> None:
+        """Log in a training step; Lightning gives the values to loggers if there is one batch."""
+        self._fresh = len(finished) == 1
+        if self._fresh:
+            self._logs.play(finished[0].attachment)
+            return
+        self._step -= 1
+        for result in finished:
+            self._play_and_log(result)
+
+    def _play_and_log(self, result: BatchResult) -> None:
+        if self._fresh:  # not yet given to loggers by Lightning
+            patches.log_step(self._trainer, self._step, self._logs.names)
+            self._fresh = False
+        self._step += 1
+        self._logs.play(result.attachment)
+        patches.log_step(self._trainer, self._step, self._logs.names)
+
+    def _hidden(self) -> frozenset[str]:
+        """What Lightning must not give to loggers at the end of this batch."""
+        fresh, self._fresh = self._fresh, False
+        return frozenset() if fresh else frozenset(self._logs.names)
+
+    def _free_spent_gradients(self) -> None:
+        """Free gradients that Lightning would zero right after the step, rather than keep both."""
+        trainer = self._trainer
+        if self._spent_unseen and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            for parameter in self._module.parameters():
+                parameter.grad = None
+
+    def _check_continuous(self) -> None:
+        """Refuse what an asynchronous schedule cannot do, and callbacks may bring about."""
+        if self._trainer.accumulate_grad_batches != 1:
+            raise MisconfigurationException(
+                f"accumulate_grad_batches={self._trainer.accumulate_grad_batches} with an "
+                "asynchronous schedule: 'pipedream' updates from every micro-batch, and "
+                "'pipedream_2bw' accumulates over num_microbatches. Leave it at 1."
+            )
+        if patches.skips_backward(self._trainer):
+            raise MisconfigurationException(
+                "Training steps without backward, as StochasticWeightAveraging runs them to update "
+                "BatchNorm's statistics, are not possible with an asynchronous schedule. Choose a "
+                "synchronous one ('1f1b')."
+            )
+        if self._owed is not None:
+            raise MisconfigurationException(
+                f"The update from batch {self._owed} was not made: `optimizer_step` of the module "
+                "did not step. An asynchronous schedule makes every update; leave the step out of "
+                "your hook's hands, or choose a synchronous schedule ('1f1b')."
+            )
