@@ -187,7 +187,7 @@ class Assembly:
             measured: By rank.
             batch_size: Of a batch.
         """
-        count = self._timing.count(batch_size)
+        count = self._timing.count(batch_size or 1)
         wall = max(m.wall for m in measured)  # a rank's own ends when others are still cooling down
         timeline = simulate(self._typical_plan(count, measured[0]))
         stages = []
@@ -244,7 +244,7 @@ class Assembly:
         return 1 if hasattr(self._root, "split_batch") else self._count(arguments)
 
     def _count(self, batch: Any) -> int:
-        return self._timing.count(find_batch_size(batch))
+        return self._timing.count(find_batch_size(batch) or 1)
 
 
 def _return_freed_memory() -> None:

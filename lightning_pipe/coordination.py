@@ -8,6 +8,7 @@ to stop says so in the same message; the last rank tells rank 0 with its word on
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ from functools import partial
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipe import trainer_patches as patches
 from lightning_pipe.runtime.rounds import Wishes
 from lightning_pipe.runtime.training import TrainingResult
+
+_log = logging.getLogger("lightning.pytorch")  # which shows what it gets
 
 
 @dataclass
@@ -37,22 +41,23 @@ class _Clock:
 
 
 class Coordination:
-    """The decisions of a training run, on one rank.
+    """The decisions of a run, on one rank.
 
     Args:
-        trainer: Which is about to train.
+        trainer: Which is about to run.
         strategy: Its strategy.
 
     Attributes:
+        asked: Whether this rank has received SIGTERM.
         stops: Whether all ranks have agreed to stop after the running batch.
     """
 
     def __init__(self, trainer: Trainer, strategy: Strategy) -> None:
         self._trainer = trainer
-        self.stops = self._asked = False
+        self.stops = self.asked = False
         self._decisions: tuple[bool, ...] | None = None  # in the order of the clocks
         self._clocks = list(_clocks(trainer, strategy))
-        self._undo = [patches.take_sigterm(trainer, self._ask)]
+        self._undo = [patches.take_sigterm(trainer, self._take_signal)]
         for index, clock in enumerate(self._clocks):
             self._undo.append(clock.install(partial(self._decision, index)))
 
@@ -64,16 +69,21 @@ class Coordination:
 
     def wishes(self) -> Wishes:
         """What this rank wants of the round that begins."""
-        return Wishes(self._asked, tuple(clock.is_due() for clock in self._clocks), self._pauses)
+        return Wishes(self.asked, tuple(clock.is_due() for clock in self._clocks), self._pauses)
 
     def conclude(self, result: TrainingResult) -> None:
         """Act on what was agreed on in a round."""
-        if result.stops and not self.stops:
-            self.stops = True
-            patches.stop_as_after_sigterm(self._trainer)
+        if result.stops:
+            self.stop()
 
-    def _ask(self) -> None:
-        self._asked = True
+    def stop(self) -> None:
+        """All ranks have agreed to stop after the running batch."""
+        self.stops = True
+        patches.stop_as_after_sigterm(self._trainer)
+
+    def _take_signal(self) -> None:
+        self.asked = True
+        _log.info(f"[rank: {self._trainer.global_rank}] SIGTERM: all ranks will stop together")
 
     def _decision(self, index: int) -> bool | None:
         return None if self._decisions is None else self._decisions[index]
@@ -85,7 +95,9 @@ class Coordination:
 
 def _clocks(trainer: Trainer, strategy: Strategy) -> list[_Clock]:
     """All that depends on the time, in the same order on all ranks."""
-    clocks = []
+    clocks: list[_Clock] = []
+    if trainer.state.fn != TrainerFn.FITTING:
+        return clocks
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, Timer) and callback._duration is not None:
             if callback._interval == "step":

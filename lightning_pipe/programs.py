@@ -40,7 +40,7 @@ class Timing:
         return SCHEDULES[self.schedule].continuous
 
     def count(self, batch_size: int | None) -> int:
-        """Into how many micro-batches a batch is cut."""
+        """Into how many micro-batches a batch is cut; ``None``: one that is large enough."""
         if self.num_microbatches != "auto":
             return self.num_microbatches
         stages = self.placement.num_stages
@@ -51,7 +51,7 @@ class Timing:
                 most = stages  # the smallest that is more than its warm-up
             case _:
                 most = 4 * stages
-        most = min(most, batch_size or 1)
+        most = most if batch_size is None else min(most, batch_size)
         fitting = (
             count for count in range(most, 0, -1) if accepts(self.schedule, self.placement, count)
         )
@@ -78,10 +78,13 @@ class RankPrograms:
         self.continuous = timing.continuous
         self.per_microbatch = timing.policy is not VersionPolicy.DOUBLE_BUFFERED
 
+    def fill_size(self, count: int) -> int:
+        """See :class:`~lightning_pipe.runtime.rounds.TrainingPrograms`."""
+        return max(count, self._timing.count(None))
+
     def drains(self, size: int, count: int) -> bool:
         """See :class:`~lightning_pipe.runtime.rounds.TrainingPrograms`."""
-        too_short = not self.per_microbatch and count <= self._warm_up
-        return not self.continuous or count != size or too_short
+        return not self.continuous or count != size
 
     def lag(self, size: int) -> int:
         """See :class:`~lightning_pipe.runtime.rounds.TrainingPrograms`: w_0 micro-batches."""

@@ -140,6 +140,7 @@ class PipelineStrategy(PipelineProcesses):
         self._mesh: DeviceMesh | None = None  # kept over runs, as the process group is
         self._assembly: Assembly | None = None
         self._logs: StepLogs | None = None
+        self._coordination: Coordination | None = None  # in a run
         self._training: PipelineTraining | None = None  # while fitting
         self._batch_size: int | None = None
         self._guard = FailureGuard()
@@ -219,6 +220,8 @@ class PipelineStrategy(PipelineProcesses):
         self._evaluation = PipelineEvaluation(
             pipeline, self._logs, self._settings.evaluation_outputs
         )
+        coordination = self._coordination = Coordination(trainer, self)
+        pipeline.stop_outside_training(lambda: coordination.asked, coordination.stop)
         if trainer.state.fn == TrainerFn.FITTING:
             with checks.expecting_one_optimizer():
                 self.setup_optimizers(trainer)
@@ -231,7 +234,7 @@ class PipelineStrategy(PipelineProcesses):
                 pipeline,
                 self.precision_plugin,
                 self._logs,
-                Coordination(trainer, self),
+                coordination,
                 lambda: self.optimizers[0],
             )
             if pipeline.continuous:
@@ -272,6 +275,9 @@ class PipelineStrategy(PipelineProcesses):
         if self._training is not None:
             self._training.close()
             self._training = None
+        if self._coordination is not None:
+            self._coordination.close()
+            self._coordination = None
         if self._logs is not None:
             self._logs.close()
             self._logs = None
@@ -295,7 +301,8 @@ class PipelineStrategy(PipelineProcesses):
         """
         assert self._assembly is not None
         with self._guard.watching():
-            self._assembly.check_batch(batch)
+            if self._fit.begins_epoch:  # a run may be resumed at the short batch that ends one
+                self._assembly.check_batch(batch)
             self._batch_size = self._batch_size or find_batch_size(batch)
             return self._fit.training_step(batch, args)
 
@@ -318,8 +325,11 @@ class PipelineStrategy(PipelineProcesses):
     def on_train_end(self) -> None:
         """Put the ranks' measurements together."""
         assert self._assembly is not None
+        assert self.lightning_module is not None
+        next_batch = self.lightning_module.trainer.fit_loop.total_batch_idx + 1
         with self._guard.watching():
             self._fit.drain()
+            self.pipeline.meet("the end of training before", "train_dataloader", next_batch)
             measured: list[Any] = [None] * self.world_size
             dist.all_gather_object(measured, self.pipeline.measured)
             self.report = self._assembly.report(measured, self._batch_size)
@@ -410,7 +420,7 @@ class PipelineStrategy(PipelineProcesses):
 
     def _fail(self, error: BaseException) -> None:
         """Give up, unless all ranks have agreed to stop together."""
-        together = self._training is not None and self._training.stops
+        together = self._coordination is not None and self._coordination.stops
         if not (together and isinstance(error, SIGTERMException)):
             self._guard.fail(error)
 

@@ -179,7 +179,7 @@ def batches_logged(trainer: Trainer) -> int:
 
 
 def log_step(trainer: Trainer, step: int, names: Collection[str]) -> None:
-    """Give loggers what was logged under some names, as at the end of a batch.
+    """Give loggers what was logged under some names, as at the end of the batch of that step.
 
     Reason: a drain completes several batches in one training step, and Lightning would log only
     the last of them.
@@ -187,11 +187,14 @@ def log_step(trainer: Trainer, step: int, names: Collection[str]) -> None:
     connector: Any = trainer._logger_connector
     every = _existing(trainer, "log_every_n_steps")
     if every and (step + 1) % every == 0:
+        loop, now = trainer.fit_loop.epoch_loop, batches_logged(trainer)
         logged = _existing(connector, "metrics")["log"]
-        values = {name: value for name, value in logged.items() if _named(name, names)}
-        if values:
-            values["epoch"] = trainer.current_epoch
-            _existing(connector, "log_metrics")(values, step=step)
+        loop._batches_that_stepped = step
+        try:
+            log_metrics = _existing(connector, "log_metrics")
+            log_metrics({name: value for name, value in logged.items() if _named(name, names)})
+        finally:
+            loop._batches_that_stepped = now
 
 
 def hide_stale_values(trainer: Trainer, hidden: Callable[[], Collection[str]]) -> Undo:

@@ -9,7 +9,8 @@ no update; where a round makes several, the last one is Lightning's.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe import trainer_patches as patches
@@ -54,9 +55,14 @@ class PipelineTraining:
         self._logs, self._coordination = logs, coordination
         self._updates = Updates(module, precision, optimizer)
         self._result: TrainingResult | None = None  # withheld until backward
-        self._owed: int | None = None  # batch whose update Lightning has yet to make
+        self._owed: int | None = None  # batch whose asynchronous update Lightning has yet to make
         self._fresh = True  # Lightning may log what this round has played
-        self._step = 0  # under which loggers put the latest batch that was played
+        self._step = 0  # under which loggers put what the latest round logs
+        self._number = 0  # of its batch
+        self._stepping = False
+        # In this fill: which parameters require gradients, which modules train or evaluate.
+        self._trained: list[tuple[nn.Parameter, bool]] = []
+        self._modes: list[tuple[nn.Module, bool]] = []
         self._spent_unseen = False
         self._undo: list[patches.Undo] = []
         if pipeline.continuous:
@@ -79,6 +85,11 @@ class PipelineTraining:
     def stops(self) -> bool:
         """Whether all ranks have agreed to stop after the running batch."""
         return self._coordination.stops
+
+    @property
+    def begins_epoch(self) -> bool:
+        """Whether the running batch is the first of its epoch."""
+        return self._trainer.fit_loop.batch_idx == 0
 
     def begin(self) -> None:
         """Find out whether anyone looks at the gradients of the batch before."""
@@ -113,14 +124,16 @@ class PipelineTraining:
         if self._pipeline.continuous:
             self._check_continuous()
             self._updates.remember(number)
+            self._look_at_modules()
         self._free_spent_gradients()
         logs.begin_batch()
         result = self._pipeline.train(
             step, batch, number, "train_dataloader", logs.collect, self._coordination.wishes()
         )
         self._coordination.conclude(result)
-        self._result, self._owed = result, result.update
-        self._step = patches.batches_logged(self._trainer)
+        self._result = result
+        self._owed = result.update if self._pipeline.continuous else None
+        self._step, self._number = patches.batches_logged(self._trainer), number
         self._play(result.finished)
         if not result.finished:
             return torch.tensor(float("nan"), device=module.device)
@@ -142,36 +155,50 @@ class PipelineTraining:
     ) -> Any:
         """Run Lightning's closure, and step if an update is due."""
         if not self._pipeline.continuous:
-            step = self._precision.optimizer_step(
+            return self._precision.optimizer_step(
                 optimizer, model=self._module, closure=closure, **kwargs
             )
-            self._owed = None
-            return step
-        outcome = closure()
-        batch, self._owed = self._owed, None
-        if batch is None:
-            return outcome
-        with self._updates.of(batch):
-            return self._precision.optimizer_step(
-                optimizer, model=self._module, closure=lambda: outcome, **kwargs
-            )
+        self._stepping = True
+        try:
+            outcome = closure()
+            batch, self._owed = self._owed, None
+            if batch is None:
+                return outcome
+            with self._updates.of(batch):
+                return self._precision.optimizer_step(
+                    optimizer, model=self._module, closure=lambda: outcome, **kwargs
+                )
+        finally:
+            self._stepping = False
 
     def drain(self) -> None:
         """Empty the pipeline between two steps, and log what comes out as in a step. Collective."""
-        if not self._pipeline.in_flight:
+        if self._stepping:
+            self._refuse_drain()
             return
-        finished = self._pipeline.drain()
-        with patches.as_in_training_step(self._trainer):
-            for result in finished:
+        self._check_update_made()
+        if self._pipeline.in_flight:
+            self._drain()
+
+    def _drain(self) -> None:
+        with patches.as_in_training_step(self._trainer), _training_again(self._modes):
+            for result in self._pipeline.drain():
                 self._play_and_log(result)
 
+    def _look_at_modules(self) -> None:
+        """Let a new fill begin where a hook has frozen or unfrozen parameters."""
+        if self._pipeline.in_flight and any(p.requires_grad != was for p, was in self._trained):
+            self._drain()
+        if not self._pipeline.in_flight:
+            self._trained = [(p, p.requires_grad) for p in self._module.parameters()]
+            self._modes = [(child, child.training) for child in self._module.modules()]
+
     def _play(self, finished: Sequence[BatchResult]) -> None:
-        """Log in a training step; Lightning gives the values to loggers if there is one batch."""
-        self._fresh = len(finished) == 1
+        """Log in a training step; what belongs to its step Lightning gives to loggers itself."""
+        self._fresh = [self._step_of(result) for result in finished] == [self._step]
         if self._fresh:
             self._logs.play(finished[0].attachment)
             return
-        self._step -= 1
         for result in finished:
             self._play_and_log(result)
 
@@ -179,9 +206,12 @@ class PipelineTraining:
         if self._fresh:  # not yet given to loggers by Lightning
             patches.log_step(self._trainer, self._step, self._logs.names)
             self._fresh = False
-        self._step += 1
         self._logs.play(result.attachment)
-        patches.log_step(self._trainer, self._step, self._logs.names)
+        patches.log_step(self._trainer, self._step_of(result), self._logs.names)
+
+    def _step_of(self, result: BatchResult) -> int:
+        """Under which loggers put it; always equally late, also where a drain completes it."""
+        return self._step - self._number + result.number + result.lag
 
     def _hidden(self) -> frozenset[str]:
         """What Lightning must not give to loggers at the end of this batch."""
@@ -197,21 +227,49 @@ class PipelineTraining:
 
     def _check_continuous(self) -> None:
         """Refuse what an asynchronous schedule cannot do, and callbacks may bring about."""
-        if self._trainer.accumulate_grad_batches != 1:
-            raise MisconfigurationException(
-                f"accumulate_grad_batches={self._trainer.accumulate_grad_batches} with an "
-                "asynchronous schedule: 'pipedream' updates from every micro-batch, and "
-                "'pipedream_2bw' accumulates over num_microbatches. Leave it at 1."
-            )
         if patches.skips_backward(self._trainer):
             raise MisconfigurationException(
                 "Training steps without backward, as StochasticWeightAveraging runs them to update "
                 "BatchNorm's statistics, are not possible with an asynchronous schedule. Choose a "
                 "synchronous one ('1f1b')."
             )
+        if self._trainer.accumulate_grad_batches != 1:
+            raise MisconfigurationException(
+                f"accumulate_grad_batches={self._trainer.accumulate_grad_batches} with an "
+                "asynchronous schedule: 'pipedream' updates from every micro-batch, and "
+                "'pipedream_2bw' accumulates over num_microbatches. Leave it at 1."
+            )
+        self._check_update_made()
+
+    def _check_update_made(self) -> None:
         if self._owed is not None:
             raise MisconfigurationException(
                 f"The update from batch {self._owed} was not made: `optimizer_step` of the module "
                 "did not step. An asynchronous schedule makes every update; leave the step out of "
                 "your hook's hands, or choose a synchronous schedule ('1f1b')."
             )
+
+    def _refuse_drain(self) -> None:
+        if self._pipeline.in_flight:
+            raise MisconfigurationException(
+                "The weights were asked for (for a checkpoint, or by a pipelined call) within a "
+                "training step of an asynchronous schedule, while updates are under way. Do it "
+                "between steps: in `on_train_batch_start` or `on_train_batch_end`."
+            )
+
+
+@contextmanager
+def _training_again(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Inside it is as it was in the fill's first step, for backward and what it computes again.
+
+    Whoever makes a call to look at samples, say, may have called ``eval()`` before.
+    """
+    before = [(child, child.training) for child, _ in modes]
+    for child, training in modes:
+        child.training = training
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        for child, training in before:
+            child.training = training

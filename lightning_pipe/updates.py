@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe.runtime.weights import Gradients
@@ -60,13 +61,13 @@ class Updates:
         self._values = {number: v for number, v in self._values.items() if number >= batch}
         for index, (group, own) in enumerate(zip(groups, values, strict=False)):
             group.update({k: v for k, v in own.items() if (index, k) not in self._states})
-        given = _values(self._optimizer())
+        given = [{k: (v, _edits(v)) for k, v in g.items()} for g in _values(self._optimizer())]
         try:
             yield
         finally:
             for index, (group, entered, old) in enumerate(zip(groups, given, before, strict=True)):
-                for name, value in entered.items():
-                    if group[name] is not value:  # the step has changed it
+                for name, (value, edits) in entered.items():
+                    if group[name] is not value or _edits(value) != edits:  # by the step
                         self._states.add((index, name))
                     elif name in old:
                         group[name] = old[name]
@@ -74,6 +75,11 @@ class Updates:
 
 def _values(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def _edits(value: Any) -> int:
+    """How often a tensor was changed in place."""
+    return value._version if isinstance(value, Tensor) else 0
 
 
 def _nothing() -> None:

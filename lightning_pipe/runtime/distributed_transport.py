@@ -95,12 +95,13 @@ class GlooTransport:
 
     def _let_go(self, route: Route, count: int) -> None:
         """Wait for the oldest messages of a route."""
+        sent = self._sent[route]
         for _ in range(count):
-            work, _ = self._sent[route].popleft()
             try:
-                work.wait()
+                sent[0][0].wait()
             except RuntimeError as error:
                 raise PeerLostError(f"sending to rank {route[1]}: {error}") from error
+            sent.popleft()
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See :class:`Transport`."""
@@ -120,12 +121,14 @@ class GlooTransport:
     def abandon(self) -> None:
         """Close the connections at once, so that no peer waits for this rank.
 
-        gloo keeps them open as long as anything refers to their group or to a receive that was
-        asked for, and the traceback of a failure does.
+        gloo keeps them open as long as anything refers to their group, or to a send or a receive,
+        done or not. The traceback of a failure must refer to none, so this class alone does.
         """
         for pending in self._asked:
             pending.forget()
-        self._groups, self._sent = {}, defaultdict(deque)
+        for sent in self._sent.values():
+            sent.clear()
+        self._groups = {}
 
 
 class _PendingGloo:
@@ -142,6 +145,8 @@ class _PendingGloo:
             self._work.wait()
         except RuntimeError as error:
             raise PeerLostError(f"receiving from rank {self._peer}: {error}") from error
+        finally:
+            self.forget()
         self._asked.discard(self)
         return self._buffer.to(self._device)
 

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pipe.runtime.call import StageOutput
 from lightning_pipe.runtime.executor import Executor, Program
-from lightning_pipe.runtime.handshake import Announcement, checksum
+from lightning_pipe.runtime.handshake import Agreement, Announcement, checksum, passed_on
 from lightning_pipe.runtime.link import Link, stable_hash
 from lightning_pipe.runtime.microbatch import join_outputs, leaves_of, split_batch
 from lightning_pipe.runtime.random_state import RandomStates
@@ -70,7 +70,15 @@ class Evaluation:
         random_states: Seed the streams of steps and layers.
         outputs: ``"all"``: every rank gets the output of a call; ``"last"``: only the last, the
             others leave the step.
+
+    Attributes:
+        asked: Whether this rank was asked to stop.
+        stop: Called on all ranks in the same call once one was asked; rank 0, where the others
+            leave the step.
     """
+
+    asked: Callable[[], bool]
+    stop: Callable[[], None]
 
     def __init__(
         self,
@@ -89,6 +97,7 @@ class Evaluation:
         self._step_of: tuple[str, str, int] | None = None  # activity, loader, batch
         self._calls = self._steps = 0  # for their random streams
         self._calls_in_step = 0
+        self.asked, self.stop = bool, lambda: None  # nobody is ever asked
 
     @contextmanager
     def step(self, activity: str, loader: str, batch_number: int) -> Iterator[None]:
@@ -123,35 +132,45 @@ class Evaluation:
         signatures = self._link.signatures("evaluation", pieces)
         activity, loader, number = self._step_of or ("a call outside the steps", "it", self._calls)
         data = checksum(leaves_of(whole))
-        mine = Announcement(activity, loader, number, stable_hash(signatures), data, arguments=0)
-        self._link.agree(mine, self._link.hear())(args, kwargs)
+        heard, asked = self._link.hear(), self.asked()
+        agreement = passed_on(Agreement(asked, stops=asked), heard)
+        shapes = stable_hash(signatures)
+        mine = Announcement(activity, loader, number, shapes, data, 0, agreement=agreement)
+        self._link.agree(mine, heard)(args, kwargs)
         program = self._program(len(pieces))
         by_microbatch = dict(enumerate(signatures))
         self._link.expect(program, by_microbatch)
         work = EvaluationRound(pieces, self._stages, -self._calls)
         self.executor.run(program, by_microbatch, work)
         self._link.mailbox.end_round()
-        return self._share_output(work.outputs, sizes)
+        return self._share_output(work.outputs, sizes, agreement)
 
     @property
     def _leaves_steps(self) -> bool:
         """Whether all ranks but the last leave the running step at its call."""
         return self._outputs == "last" and self._step_of is not None
 
-    def _share_output(self, outputs: list[Any], sizes: list[int]) -> Any:
+    def _share_output(self, outputs: list[Any], sizes: list[int], agreement: Agreement) -> Any:
         """The output of the whole batch, on all ranks or on the last one."""
         link = self._link
         last = link.transport.size - 1
         output = join_outputs(outputs, sizes) if link.is_last else None
         if self._leaves_steps:
+            if agreement.stops:
+                self.stop()
             if not link.is_last:
                 raise StageOutput(None)
             return output
         key = self._num_stages, 0  # what no stage gets
-        if not link.is_last:
+        if link.is_last:
+            # The structure of a message travels anyway; a leaf would be a message of its own.
+            asked: tuple[Any, ...] = ((),) if agreement.asked else ()
+            for peer in range(last):
+                link.mailbox.send((Channel.ACTIVATION, peer), key, None, (output, asked))
+        else:
             route = (Channel.ACTIVATION, last)
             link.mailbox.expect(route, [(key, None)])
-            return link.mailbox.receive(route, key)[0]
-        for peer in range(last):
-            link.mailbox.send((Channel.ACTIVATION, peer), key, None, output)
+            output, asked = link.mailbox.receive(route, key)[0]
+        if asked:
+            self.stop()
         return output

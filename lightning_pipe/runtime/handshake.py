@@ -64,6 +64,14 @@ class Announcement:
     agreement: Agreement = Agreement()
 
 
+def passed_on(mine: Agreement, heard: Announcement | None) -> Agreement:
+    """What a rank says: rank 0's decisions, and whether any rank up to itself was asked to stop."""
+    if heard is None:
+        return mine
+    decided = heard.agreement
+    return Agreement(mine.asked or decided.asked, decided.stops, decided.decisions)
+
+
 class Handshake:
     """Passes announcements down the pipeline.
 

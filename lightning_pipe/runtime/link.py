@@ -52,6 +52,10 @@ class Link:
         """What the previous rank is about to do; ``None`` on the first rank."""
         return self._handshake.hear()
 
+    def meet(self, activity: str, loader: str, batch: int) -> None:
+        """Raise unless all ranks are at the same place. Collective."""
+        self.agree(Announcement(activity, loader, batch, 0, 0, 0), self.hear())((), {})
+
     def agree(
         self, mine: Announcement, heard: Announcement | None
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:

@@ -99,7 +99,7 @@ class Pipeline:
         )
         self.before_call = self.drain
         self.is_last = self._link.is_last
-        self.from_last = self._link.from_last
+        self.from_last, self.meet = self._link.from_last, self._link.meet
         self.continuous = programs.continuous
 
     @property
@@ -115,6 +115,15 @@ class Pipeline:
     def apply_updates_by(self, apply_update: ApplyUpdate) -> None:
         """Set who makes the updates that are not left to the caller of :meth:`train`."""
         self._training.apply_update = apply_update
+
+    def stop_outside_training(self, asked: Callable[[], bool], stop: Callable[[], None]) -> None:
+        """Let calls outside training bring all ranks to a stop.
+
+        Args:
+            asked: Whether this rank was asked to.
+            stop: Called on all ranks in the same call.
+        """
+        self._evaluation.asked, self._evaluation.stop = asked, stop
 
     def train(
         self,

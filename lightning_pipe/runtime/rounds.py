@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.runtime.endings import Ending, Endings
 from lightning_pipe.runtime.executor import Executor, Measurements, Program
-from lightning_pipe.runtime.handshake import Agreement, Announcement, checksum
+from lightning_pipe.runtime.handshake import Agreement, Announcement, checksum, passed_on
 from lightning_pipe.runtime.link import Link, stable_hash
 from lightning_pipe.runtime.microbatch import leaves_of
 from lightning_pipe.runtime.random_state import RandomStates
@@ -45,6 +45,10 @@ class TrainingPrograms(Protocol):
 
     continuous: bool
     per_microbatch: bool
+
+    def fill_size(self, count: int) -> int:
+        """Micro-batches of each batch but the last in a fill that begins with ``count``."""
+        ...
 
     def drains(self, size: int, count: int) -> bool:
         """Whether a batch of ``count`` micro-batches must drain a fill of batches of ``size``."""
@@ -84,7 +88,7 @@ class _Fill:
     """What is in the pipeline.
 
     Attributes:
-        size: Micro-batches in each batch.
+        size: Micro-batches in each batch but the last.
         batches: So far.
         microbatches: So far.
         signatures: Of micro-batches that may still be in flight.
@@ -189,7 +193,8 @@ class TrainingRounds:
         """
         signatures = self._link.signatures("training", batch.pieces)
         heard = self._link.hear()
-        agreement = self._agree(wishes, heard)
+        mine = Agreement(wishes.asked, wishes.asked or self._asked, wishes.decisions)
+        agreement = passed_on(mine, heard)
         ends = wishes.ends(agreement.decisions)
         announcement = Announcement(
             "training",
@@ -210,7 +215,7 @@ class TrainingRounds:
             self._link.agree(announcement, heard),
         )
         fill, count = self._fill, len(batch.pieces)
-        fill.size = fill.size or count
+        fill.size = fill.size or self._programs.fill_size(count)
         drains = ends or agreement.stops or self._programs.drains(fill.size, count)
         program = self._programs.round(fill.batches, fill.size, count, drains)
         first = fill.microbatches
@@ -230,8 +235,9 @@ class TrainingRounds:
         finished = self._finish(drains)
         weight = finished[-1].weight if finished and not self._programs.continuous else 1.0
         work: TrainingWork = self._work
+        stops = agreement.stops or (drains and self._asked)  # then all ranks know of it already
         return TrainingResult(
-            finished, agreement.decisions, agreement.stops, work.due, work.gradients, weight
+            finished, agreement.decisions, stops, work.due, work.gradients, weight
         )
 
     def drain(self) -> list[BatchResult]:
@@ -243,9 +249,7 @@ class TrainingRounds:
         fill = self._fill
         if not fill.batches:
             return []
-        heard = self._link.hear()
-        mine = Announcement("draining after", "training", fill.last_batch, 0, 0, 0)
-        self._link.agree(mine, heard)((), {})
+        self._link.meet("draining after", "training", fill.last_batch)
         program = self._programs.drain(fill.batches, fill.size)
         self._work.begin(None, fill.microbatches, None)
         self._run(program, None)
@@ -253,12 +257,6 @@ class TrainingRounds:
 
     def _apply(self, *update: Any) -> None:
         self.apply_update(*update)
-
-    def _agree(self, wishes: Wishes, heard: Announcement | None) -> Agreement:
-        if heard is None:
-            return Agreement(wishes.asked, wishes.asked or self._asked, wishes.decisions)
-        decided = heard.agreement
-        return Agreement(wishes.asked or decided.asked, decided.stops, decided.decisions)
 
     def _run(self, program: Program, steps: BatchSteps | None) -> None:
         self._steps, self.running = steps, True
@@ -290,6 +288,7 @@ class TrainingRounds:
         endings = self._endings.hear(leave=0 if drained else lag)
         if drained:
             self._fill = _Fill()
+            self._work.end_fill()
         oldest = fill.microbatches - self._num_stages  # which may still be in flight
         for microbatch in [m for m in fill.signatures if m < oldest]:
             del fill.signatures[microbatch]
@@ -303,7 +302,7 @@ class TrainingRounds:
             loss = ending.loss.to(self._link.transport.device)
             results.append(
                 BatchResult(
-                    ending.number, loss, ending.weight, ending.own_weight, ending.attachment
+                    ending.number, loss, ending.weight, ending.own_weight, ending.attachment, lag
                 )
             )
         return results

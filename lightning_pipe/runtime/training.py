@@ -30,6 +30,7 @@ class BatchResult:
         weight: Sum of the weights that the gradients must be divided by.
         own_weight: Whether the step gave weights of its own.
         attachment: What the last rank added, see :meth:`Pipeline.train`.
+        lag: Rounds by which this reaches all ranks later than the batch began, without a drain.
     """
 
     number: int
@@ -37,6 +38,7 @@ class BatchResult:
     weight: float
     own_weight: bool
     attachment: Any
+    lag: int
 
 
 @dataclass
@@ -101,6 +103,10 @@ class TrainingWork(Protocol):
         """
         ...
 
+    def end_fill(self) -> None:
+        """The pipeline is empty."""
+        ...
+
     def weights(self) -> Mapping[int, tuple[int, int]]:
         """By stage, most versions of the weights held at a time, and most bytes."""
         ...
@@ -153,6 +159,9 @@ class SynchronousWork:
         self._take(self._to_take)
         self._to_take = []
         self.updates[step.stage] += 1
+
+    def end_fill(self) -> None:
+        """See :class:`TrainingWork`."""
 
     def weights(self) -> Mapping[int, tuple[int, int]]:
         """See :class:`TrainingWork`."""
@@ -232,6 +241,10 @@ class AsynchronousWork:
             self.due, self.gradients = batch, gradients
         else:
             self._apply(gradients, batch)
+
+    def end_fill(self) -> None:
+        """See :class:`TrainingWork`."""
+        self._store.end_fill()
 
     def weights(self) -> Mapping[int, tuple[int, int]]:
         """See :class:`TrainingWork`."""

@@ -65,6 +65,10 @@ class WeightStore:
         self.newest, self._aliases = 0, {}
         self._measure()
 
+    def end_fill(self) -> None:
+        """Let go of all versions but the newest."""
+        self._aliases = {}
+
     @contextmanager
     def reading(self, version: int) -> Iterator[None]:
         """Inside, the layers have the weights of a version.

@@ -70,3 +70,50 @@ def test_train_with_overrides(run_script: RunScript, examples: Path, tmp_path: P
     assert len(list(run.glob("train_ddp_process_?.log"))) == 3
     assert the_only(run, "checkpoints/*.ckpt")
     assert "Pipeline: gpipe; stages: 4; micro-batches: 8; batches: 4" in output
+
+
+def test_train_pipedream(run_script: RunScript, examples: Path, tmp_path: Path) -> None:
+    options = ["strategy=pipedream", "strategy.vertical_sync=true", "trainer.devices=3"]
+    output = run_script(examples / "train.py", *options, *SHORT)
+    assert "Pipeline: pipedream; stages: 3; micro-batches: 1; batches: 4" in output
+    logged = [name.split()[0] for name in losses(the_only(tmp_path, "outputs/*"))]
+    assert logged.count("train_loss") == 4
+    assert logged.count("val_loss") == 2
+
+
+@pytest.mark.timeout(400)
+def test_compare_schedules(run_script: RunScript, examples: Path, tmp_path: Path) -> None:
+    from compare_schedules import HEADER, SCHEDULES, TASKS
+
+    output = run_script(examples / "compare_schedules.py", "--quick", timeout=380)
+
+    lines = output.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("task "))
+    columns = [lines[start].index(name) for name in HEADER]
+    table = {}
+    for line in lines[start + 1 : start + 1 + len(TASKS) * len(SCHEDULES)]:
+        cells = [line[i:j].strip() for i, j in zip(columns, [*columns[1:], None], strict=True)]
+        table[cells[0], cells[1]] = dict(zip(HEADER[2:], cells[2:], strict=True))
+    assert set(table) == {(task, schedule) for task in TASKS for schedule in SCHEDULES}
+
+    def accuracy(schedule: str) -> float:
+        return float(table["digits", schedule]["accuracy"].rstrip("%"))
+
+    assert accuracy("1f1b") > 95
+    assert accuracy("pipedream, weight stashing") >= accuracy("1f1b") - 1
+    for task in TASKS:
+        staleness = {schedule: table[task, schedule]["staleness"] for schedule in SCHEDULES}
+        assert staleness == {
+            "naive": "0 0 0 0",
+            "gpipe": "0 0 0 0",
+            "1f1b": "0 0 0 0",
+            "pipedream, weight stashing": "3 2 1 0",
+            "pipedream, vertical sync": "3 3 3 3",
+            "pipedream, no stashing": "3 2 1 0",
+            "pipedream_2bw": "1 1 1 1",
+        }
+        assert table[task, "pipedream, weight stashing"]["versions"] == "4 3 2 1"
+        assert table[task, "pipedream, no stashing"]["versions"] == "1 1 1 1"
+        # The same weights and batches: synchronous schedules give the same.
+        assert len({table[task, name]["val. loss"] for name in ("naive", "gpipe", "1f1b")}) == 1
+    assert (tmp_path / "outputs" / "compare_schedules.png").stat().st_size > 10_000

@@ -1,7 +1,8 @@
-"""PipeDream replayed on one device, with every version of every stage's weights kept.
+"""PipeDream replayed on one device, with every version of the weights kept.
 
-A replay is a loop over micro-batches: all versions that micro-batch i reads are at most i, and it
-makes version i+1. It knows nothing of schedules, ranks or messages.
+A replay is a loop over micro-batches (2BW: over batches): number i, counted since the pipeline was
+empty, reads versions up to i, and its update makes version i+1 of all stages. It knows nothing of
+schedules, ranks or messages.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def train(
     """
     model = make_model()
     optimizer = model.configure_optimizers()
-    old, new = (_with_the_same_buffers(model.net) for _ in range(2))
+    old = _with_the_same_buffers(model.net)
+    new = _with_the_same_buffers(model.net) if policy == "no_stashing" else old
     versions = [_weights(model.net)]  # since the fill began
     losses = []
     for number, (x, y) in enumerate(batches):
@@ -58,23 +60,20 @@ def train(
         for xs, ys in zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True):
             share = len(xs) / len(x)
             _load(old, versions, sizes, _delays(policy, len(sizes)))
-            if policy == "no_stashing":
-                _load(new, versions, sizes, [0] * len(sizes))
-                loss = _mismatched(
-                    _units(old, sizes, checkpointing), _units(new, sizes, checkpointing), xs, ys
-                )
-            else:
-                new = old
+            if new is old:
                 loss = mse_loss(old(xs), ys)
                 loss.backward()
+            else:
+                _load(new, versions, sizes, [0] * len(sizes))
+                old_units, new_units = (_units(net, sizes, checkpointing) for net in (old, new))
+                loss = _mismatched(old_units, new_units, xs, ys)
             losses[-1] += share * loss.item()
             _add_gradients(model.net, new, share if policy == "2bw" else 1.0)
             if policy != "2bw":
                 _update(optimizer, model.net, versions)
         if policy == "2bw":
             _update(optimizer, model.net, versions)
-        too_few = policy == "2bw" and pieces < len(sizes)
-        if number in drains or too_few:
+        if number in drains or pieces < num_microbatches:
             del versions[:-1]
     named = [*model.named_parameters(), *model.named_buffers()]
     return Trained({name: tensor.detach() for name, tensor in named}, losses)

@@ -120,7 +120,7 @@ def test_2bw_on_one_stage_is_sgd_one_update_late():
     versions = [mlp().state_dict()]
     for n, (x, y) in enumerate(make_batches()):
         versions.append(descend(versions[n], gradients(versions[max(0, n - 1)], x, y)))
-    ours = train(mlp, make_batches(), (5,), "2bw", 3)
+    ours = train(mlp, make_batches(), (5,), "2bw", 2)
     assert_close(ours, versions[-1].values())
 
 

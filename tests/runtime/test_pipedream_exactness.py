@@ -92,7 +92,7 @@ def test_weights_and_losses(policy, num_stages):
 @pytest.mark.parametrize("sizes", [(8, 8, 8, 3, 8, 8), (8, 8, 8, 2, 8, 8), (2, 8, 8, 8)], ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_short_batches(policy, sizes):
-    """PipeDream goes on; so does 2BW, unless the micro-batches are too few for its delay."""
+    """A batch that gives fewer micro-batches than others drains the pipeline."""
     differences = wrong(partial(mlp, Module), make_batches(sizes), SIZES[3], policy, 4)
     assert not differences, differences
 

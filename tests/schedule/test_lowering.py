@@ -140,13 +140,13 @@ def test_an_update_keeps_what_is_read_after_it() -> None:
 
 def test_every_plan_runs(broken: Callable[..., str]) -> None:
     count = 0
-    for schedule, placement, num_microbatches in all_shapes(most_ranks=5, most_stages=4):
+    for schedule, placement, num_microbatches in all_shapes(most_ranks=5):
         for receive_model in ("posted", "rendezvous"):
             plan = make_plan(schedule, placement, num_microbatches, receive_model)
             problem = broken(plan, receive_model)
             assert not problem, (schedule, placement, num_microbatches, receive_model, problem)
             count += 1
-    assert count == 842
+    assert count == 668
 
 
 @pytest.mark.parametrize("rank_of", OTHER_PLACEMENTS)

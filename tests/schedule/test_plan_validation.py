@@ -41,10 +41,10 @@ SHAPES: list[Shape] = [
     ("interleaved", Placement.round_robin(3, 2), (3,), None),
     ("interleaved", Placement.round_robin(1, 3), (2,), None),
     ("forward", Placement.round_robin(2, 2), (3,), None),
-    ("pipedream", Placement.round_robin(3), (2, 2, 1), VersionPolicy.STASHING),
-    ("pipedream", Placement.round_robin(3), (2, 2, 1), VersionPolicy.VERTICAL_SYNC),
-    ("pipedream", Placement.round_robin(3), (2, 2, 1), VersionPolicy.NO_STASHING),
-    ("pipedream_2bw", Placement.round_robin(2), (3, 3, 3, 2), VersionPolicy.DOUBLE_BUFFERED),
+    ("pipedream", Placement.round_robin(3), (2, 2), VersionPolicy.STASHING),
+    ("pipedream", Placement.round_robin(3), (2, 2), VersionPolicy.VERTICAL_SYNC),
+    ("pipedream", Placement.round_robin(3), (2, 2), VersionPolicy.NO_STASHING),
+    ("pipedream_2bw", Placement.round_robin(2), (2, 2, 2, 1), VersionPolicy.DOUBLE_BUFFERED),
 ]
 
 
@@ -125,7 +125,7 @@ def test_validator_agrees_with_the_interpreter(
     model = cast(ReceiveModel, receive_model)
     verdicts: Counter[bool] = Counter()
     for shape in SHAPES:
-        for seed in range(60):
+        for seed in range(40):
             plan = mutated(plan_of(shape, model), mutate, seed)
             # "rendezvous" asks for more than "posted", even where one batch would save a bad order
             problem = broken(plan) or broken(plan, model)

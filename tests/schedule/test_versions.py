@@ -28,13 +28,13 @@ POLICIES = [
 
 @cache
 def fills(schedule: str, policy: VersionPolicy) -> list[Plan]:
-    """Fills of one to four batches, the last of them whole or shorter."""
+    """Fills of one to three batches, the last of them whole or shorter."""
     return [
         make_plan(schedule, Placement.round_robin(P), (m,) * (N - 1) + (last,), policy=policy)
         for P in range(1, 6)
         for m in range(P if schedule == "pipedream_2bw" else 1, 7)
-        for N in (1, 2, 4)
-        for last in sorted({1, (m + 1) // 2, m})
+        for N in (1, 2, 3)
+        for last in sorted({1, m})
     ]
 
 

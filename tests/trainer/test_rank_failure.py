@@ -64,9 +64,17 @@ class Failing(Classifier):
             self.fail_in("on_train_batch_start")
 
 
-def fit(rank: int, place: str) -> str:
+class FailingWhileLate(Failing):
+    """Fails on one rank before another one has heard of the batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BATCH_IDX and self.trainer.global_rank == self.rank + 1:
+            time.sleep(0.5)
+
+
+def fit(rank: int, place: str, kind: type[Failing] = Failing) -> str:
     """What a rank raises."""
-    module = Failing(rank, place)
+    module = kind(rank, place)
     try:
         trainer({"num_microbatches": NUM_MICROBATCHES}).fit(module, loader(), loader())
     except Exception as error:
@@ -87,6 +95,14 @@ def test_every_rank_raises_with_the_report(ranks: Ranks, rank: int, place: str) 
     for here, message in enumerate(results):
         assert_report(message, rank, place)
         assert here == rank or f"Rank {rank} of {NUM_RANKS} failed" in message
+
+
+def test_a_rank_that_hears_of_the_failure_in_between_wakes_the_next(ranks: Ranks) -> None:
+    """It has taken the failed rank's last message, and its traceback must not hold on to it."""
+    results = ranks.run(NUM_RANKS, fit, 0, "training_step", FailingWhileLate)
+
+    for message in results:
+        assert_report(message, 0, "training_step")
 
 
 @pytest.mark.parametrize(
