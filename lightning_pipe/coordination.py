@@ -3,12 +3,12 @@
 Lightning lets all ranks wait for each other before or after every batch to ask who has received
 SIGTERM and what rank 0's clock says. Here rank 0 decides when a batch begins, and its decisions
 travel down the pipeline with the message that goes ahead of the batch. Another rank that is asked
-to stop says so in the same message; the last rank tells rank 0 with its word on the batch.
+to stop says so in the same message; the last rank tells rank 0 with its word on the batch. Outside
+training that message goes ahead of a pipelined call, and the last rank tells all with the output.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +18,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_pipe import trainer_patches as patches
 from lightning_pipe.runtime.rounds import Wishes
 from lightning_pipe.runtime.training import TrainingResult
-
-_log = logging.getLogger("lightning.pytorch")  # which shows what it gets
 
 
 @dataclass
@@ -78,12 +77,13 @@ class Coordination:
 
     def stop(self) -> None:
         """All ranks have agreed to stop after the running batch."""
+        if not self.stops:
+            rank_zero_info("A rank has received SIGTERM: all stop after this batch.")
         self.stops = True
         patches.stop_as_after_sigterm(self._trainer)
 
     def _take_signal(self) -> None:
         self.asked = True
-        _log.info(f"[rank: {self._trainer.global_rank}] SIGTERM: all ranks will stop together")
 
     def _decision(self, index: int) -> bool | None:
         return None if self._decisions is None else self._decisions[index]
