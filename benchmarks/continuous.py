@@ -4,7 +4,8 @@
 Plain Lightning trains one such stage on one process: forward, backward, loop, progress bar and
 logger take as long as nothing else can make them. A pipeline without bubbles that has P stages
 takes as long for a batch through all of them. Every line is a ratio to plain Lightning, measured
-next to it; one micro-batch a batch for the asynchronous schedules, four for 1f1b.
+next to it; one micro-batch a batch for pipedream, four for the others. A period is the median over
+the batches: Python's garbage collector stops a process for a quarter of a second now and then.
 
     python benchmarks/continuous.py
     python benchmarks/continuous.py --stages 4 --repeats 3 --batches 60
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -95,7 +97,7 @@ def fit(kind: str, stages: int, forward_ms: float, backward_ms: float, batches: 
     trainer.fit(model, DataLoader(TensorDataset(data, data), ROWS))
     if trainer.is_global_zero:
         steady = clock.ends[2 * stages : -stages - 1]
-        print("period", json.dumps((steady[-1] - steady[0]) / (len(steady) - 1)))
+        print("period", json.dumps(statistics.median(b - a for a, b in pairwise(steady))))
 
 
 def measure(kind: str, arguments: list[str]) -> float:

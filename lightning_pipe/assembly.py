@@ -43,7 +43,7 @@ from lightning_pipe.runtime.stage import Checkpointing, Stage
 from lightning_pipe.runtime.transport import Transport
 from lightning_pipe.schedule import Placement, Plan, make_plan, policy_for, simulate
 
-_LONG_FILL = 100  # batches; a longer one has no noticeable bubble, and takes long to simulate
+_LONG_FILL = 100  # micro-batches; a longer one has no noticeable bubble, and takes long to simulate
 _DEBUG = "LIGHTNING_PIPE_DEBUG"  # variable of the environment: compare versions at every message
 
 
@@ -94,8 +94,7 @@ class Assembly:
         self._own_stages = self._placement.stages_of(rank)
         self._first_batch = True
         outside = outside_parameters(root, self._found)
-        if self._timing.continuous:
-            checks.check_outside([name for name, _ in outside])
+        self._outside = dict(outside)
         self.shared: list[nn.Parameter] = [parameter for _, parameter in outside]
         self.module = self._found.module
         self.pipeline: Pipeline | None = None
@@ -166,8 +165,12 @@ class Assembly:
 
     def check_batch(self, batch: Any) -> None:
         """Refuse a first batch that is too small; a later one may be short."""
+        if self._timing.continuous:
+            checks.check_outside([name for name, p in self._outside.items() if p.requires_grad])
         if self._first_batch and not hasattr(self._root, "split_batch"):
-            checks.check_batch_size(find_batch_size(batch), self._settings.num_microbatches)
+            batch_size = find_batch_size(batch)
+            checks.check_batch_size(batch_size, self._settings.num_microbatches)
+            checks.check_delay(batch_size, self._timing.policy, self._placement.num_stages)
         self._first_batch = False
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -222,7 +225,9 @@ class Assembly:
         timing = self._timing
         if not timing.continuous:
             return make_plan(timing.schedule_for(count), timing.placement, count)
-        batches = min(max(1, round(measured.batches / max(measured.fills, 1))), _LONG_FILL)
+        batches = min(
+            max(1, round(measured.batches / max(measured.fills, 1))), max(1, _LONG_FILL // count)
+        )
         return make_plan(
             timing.schedule, timing.placement, (count,) * batches, policy=timing.policy
         )

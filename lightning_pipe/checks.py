@@ -19,6 +19,7 @@ from lightning_pipe.schedule import (
     SCHEDULES,
     Placement,
     ScheduleError,
+    VersionPolicy,
     make_plan,
     policy_for,
     schedule_names,
@@ -84,6 +85,11 @@ def check_schedule(
     if not isinstance(stages_per_rank, int) or stages_per_rank < 1:
         raise MisconfigurationException(
             f"PipelineStrategy(stages_per_rank={stages_per_rank!r}): expected a number from 1."
+        )
+    if schedule in SCHEDULES and schedule not in schedule_names():
+        raise MisconfigurationException(
+            f"PipelineStrategy(schedule={schedule!r}) does not train. Choose one of "
+            f"{', '.join(schedule_names())}."
         )
     if schedule not in schedule_names() or num_ranks is not None:
         ranks = num_ranks or 1
@@ -240,6 +246,21 @@ def check_outside(names: Sequence[str]) -> None:
             f"Parameters outside the pipelined layers: {', '.join(map(repr, names))}. They live on "
             "every stage, but with an asynchronous schedule stages are updated at different "
             "times. Move them into a layer, or choose a synchronous schedule ('1f1b')."
+        )
+
+
+def check_delay(batch_size: int | None, policy: VersionPolicy, num_stages: int) -> None:
+    """Refuse 2BW for batches that cannot be cut into as many micro-batches as there are stages.
+
+    Raises:
+        MisconfigurationException: The first batch is too small.
+    """
+    too_small = batch_size is not None and batch_size < num_stages
+    if policy is VersionPolicy.DOUBLE_BUFFERED and too_small:
+        raise MisconfigurationException(
+            f"PipelineStrategy(schedule='pipedream_2bw') with a batch of {batch_size} samples on "
+            f"{num_stages} stages: expected at least one sample, and micro-batch, per stage. Use "
+            f"a batch_size of {num_stages} or more, or another schedule."
         )
 
 

@@ -68,7 +68,8 @@ class Coordination:
 
     def wishes(self) -> Wishes:
         """What this rank wants of the round that begins."""
-        return Wishes(self.asked, tuple(clock.is_due() for clock in self._clocks), self._pauses)
+        asked = self.asked or self.stops  # an evaluation may have ended after they agreed
+        return Wishes(asked, tuple(clock.is_due() for clock in self._clocks), self._pauses)
 
     def conclude(self, result: TrainingResult) -> None:
         """Act on what was agreed on in a round."""

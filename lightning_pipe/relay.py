@@ -97,7 +97,6 @@ class StepLogs:
         self._undo_keep_local = keep_local(self._metrics)
         self._recorder = _Recorder(self._metrics)
         self._watch: MetricWatch | None = None
-        self.names: set[str] = set()  # of all that training steps have logged
         self._undo_evaluation: Callable[[], None] | None = None
 
     def close(self) -> None:
@@ -147,9 +146,10 @@ class StepLogs:
         with self._context():
             for call in relayed.calls:
                 value = self._metrics[call.metric] if call.metric is not None else call.value
-                value = move_data_to_device(value, self._module.device)
+                device = self._module.device
+                is_tensor = isinstance(value, Tensor)  # the usual case, where this is faster
+                value = value.to(device) if is_tensor else move_data_to_device(value, device)
                 self._module.log(call.name, value, **call.options)
-                self.names.add(call.name)
         if self._pipeline.is_last:
             for name, value in latest.items():
                 self._metrics[name]._forward_cache = value
@@ -233,7 +233,7 @@ class _Recorder:
             # A metric that is no attribute of the module: `log` will say so when it is played.
             call.metric = options.get("metric_attribute") or self._names.get(id(value))
         elif isinstance(value, Tensor):
-            call.value = value.detach()
+            call.value = value.detach().clone()  # it may be a weight, and is sent later
         size = options.get("batch_size") or self._size
         one = _Recorded(call, size, size)
         self._of_step.append(one)
@@ -271,7 +271,8 @@ def _travelling(call: LogCall) -> LogCall:
         return LogCall(
             call.name, None, {**call.options, "metric_attribute": call.metric}, call.metric
         )
-    value = move_data_to_device(call.value, torch.device("cpu"))
+    value, cpu = call.value, torch.device("cpu")
+    value = value.to(cpu) if isinstance(value, Tensor) else move_data_to_device(value, cpu)
     return LogCall(call.name, value, call.options)
 
 

@@ -284,6 +284,8 @@ class PipelineStrategy(PipelineProcesses):
         if self._assembly is not None and self._assembly.pipeline is not None:
             intact = not self._guard.failed
             with self._guard.watching():
+                if intact:
+                    self.pipeline.meet("the end, after", "its dataloaders", 0)
                 self._assembly.disconnect(collect=intact)
                 if intact:
                     self.barrier("all messages have arrived")

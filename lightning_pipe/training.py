@@ -53,9 +53,11 @@ class PipelineTraining:
         self._module, self._pipeline, self._precision = module, pipeline, precision
         self._trainer: Trainer = module.trainer
         self._logs, self._coordination = logs, coordination
+        self._optimizer = optimizer
         self._updates = Updates(module, precision, optimizer)
         self._result: TrainingResult | None = None  # withheld until backward
         self._owed: int | None = None  # batch whose asynchronous update Lightning has yet to make
+        self._names: set[str] = set()  # of all that training steps have logged
         self._fresh = True  # Lightning may log what this round has played
         self._step = 0  # under which loggers put what the latest round logs
         self._number = 0  # of its batch
@@ -80,11 +82,6 @@ class PipelineTraining:
             undo()
         self._undo = []
         self._coordination.close()
-
-    @property
-    def stops(self) -> bool:
-        """Whether all ranks have agreed to stop after the running batch."""
-        return self._coordination.stops
 
     @property
     def begins_epoch(self) -> bool:
@@ -197,17 +194,21 @@ class PipelineTraining:
         """Log in a training step; what belongs to its step Lightning gives to loggers itself."""
         self._fresh = [self._step_of(result) for result in finished] == [self._step]
         if self._fresh:
-            self._logs.play(finished[0].attachment)
+            self._play_one(finished[0])
             return
         for result in finished:
             self._play_and_log(result)
 
     def _play_and_log(self, result: BatchResult) -> None:
         if self._fresh:  # not yet given to loggers by Lightning
-            patches.log_step(self._trainer, self._step, self._logs.names)
+            patches.log_step(self._trainer, self._step, self._names)
             self._fresh = False
+        self._play_one(result)
+        patches.log_step(self._trainer, self._step_of(result), self._names)
+
+    def _play_one(self, result: BatchResult) -> None:
+        self._names.update(call.name for call in result.attachment.calls)
         self._logs.play(result.attachment)
-        patches.log_step(self._trainer, self._step_of(result), self._logs.names)
 
     def _step_of(self, result: BatchResult) -> int:
         """Under which loggers put it; always equally late, also where a drain completes it."""
@@ -216,14 +217,15 @@ class PipelineTraining:
     def _hidden(self) -> frozenset[str]:
         """What Lightning must not give to loggers at the end of this batch."""
         fresh, self._fresh = self._fresh, False
-        return frozenset() if fresh else frozenset(self._logs.names)
+        return frozenset() if fresh else frozenset(self._names)
 
     def _free_spent_gradients(self) -> None:
         """Free gradients that Lightning would zero right after the step, rather than keep both."""
         trainer = self._trainer
         if self._spent_unseen and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            for parameter in self._module.parameters():
-                parameter.grad = None
+            for group in self._optimizer().param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def _check_continuous(self) -> None:
         """Refuse what an asynchronous schedule cannot do, and callbacks may bring about."""

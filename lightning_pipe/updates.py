@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_pipe.runtime.weights import Gradients
 
+_PLAIN = (bool, int, float, str, type(None))
+
 
 class Updates:
     """Steps an optimizer with the hyper-parameters of the batch that an update comes from.
@@ -36,7 +38,8 @@ class Updates:
 
     def remember(self, batch: int) -> None:
         """Keep the values as they are now, for the updates that will come from a batch."""
-        self._values[batch] = copy.deepcopy(_values(self._optimizer()))
+        values = _values(self._optimizer())
+        self._values[batch] = [{k: _copy(v) for k, v in group.items()} for group in values]
 
     def apply(self, gradients: Gradients, batch: int) -> None:
         """Make an update that Lightning does not know of, with its hooks around the step.
@@ -75,6 +78,11 @@ class Updates:
 
 def _values(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a value that may be changed in place; a number is none."""
+    return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
 
 
 def _edits(value: Any) -> int:

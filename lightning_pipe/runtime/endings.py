@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipe.runtime.transport import Channel, PendingObject, Transport, send_object
+from lightning_pipe.runtime.transport import (
+    Channel,
+    PendingObject,
+    Transport,
+    pickled,
+    send_pickled,
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,9 @@ class Endings:
     def say(self, ending: Ending) -> None:
         """On the last rank: give it to all."""
         self._said.append(ending)
+        data = pickled(ending)
         for peer in range(self._last):
-            send_object(self._transport, Channel.CONTROL, peer, ending)
+            send_pickled(self._transport, Channel.CONTROL, peer, data)
 
     def hear(self, leave: int) -> list[Ending]:
         """Take endings, oldest first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Link:
 
         def on_first_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arguments = checksum(leaves_of((args, kwargs)))
-            complete = Announcement(**{**vars(mine), "arguments": arguments})
+            complete = replace(mine, arguments=arguments)
             if heard is not None:
                 compare(complete, heard, self.transport.rank, arguments=True)
             self._handshake.say(complete)

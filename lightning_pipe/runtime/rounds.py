@@ -147,6 +147,7 @@ class TrainingRounds:
         else:
             self._work = SynchronousWork(stages, shared, link.transport)
         self._fill = _Fill()
+        self._parameters: list[nn.Parameter] = []  # of this rank, as the fill finds them
         self.running = False
         self._steps: BatchSteps | None = None  # of the batch that a round began with
         self._asked = False  # to stop, some rank
@@ -215,6 +216,8 @@ class TrainingRounds:
             self._link.agree(announcement, heard),
         )
         fill, count = self._fill, len(batch.pieces)
+        if not fill.batches:
+            self._parameters = self._own_parameters()
         fill.size = fill.size or self._programs.fill_size(count)
         drains = ends or agreement.stops or self._programs.drains(fill.size, count)
         program = self._programs.round(fill.batches, fill.size, count, drains)
@@ -261,7 +264,7 @@ class TrainingRounds:
     def _run(self, program: Program, steps: BatchSteps | None) -> None:
         self._steps, self.running = steps, True
         try:
-            with self._random.restored(), _withheld(self._own_parameters()), torch.enable_grad():
+            with self._random.restored(), _withheld(self._parameters), torch.enable_grad():
                 self._executor.run(program, self._fill.signatures, self._work)
         finally:
             self._steps, self.running = None, False
@@ -307,11 +310,9 @@ class TrainingRounds:
             )
         return results
 
-    def _own_parameters(self) -> Iterable[nn.Parameter]:
-        for stage in self._stages.values():
-            for layer in stage.layers:
-                yield from layer.parameters()
-        yield from self._shared
+    def _own_parameters(self) -> list[nn.Parameter]:
+        layers = (layer for stage in self._stages.values() for layer in stage.layers)
+        return [*(p for layer in layers for p in layer.parameters()), *self._shared]
 
 
 @contextmanager

@@ -36,7 +36,8 @@ class MicroBatches:
     @property
     def shares(self) -> list[float]:
         """What each micro-batch is of the batch's samples."""
-        return [size / sum(self.sizes) for size in self.sizes]
+        samples = sum(self.sizes)
+        return [size / samples for size in self.sizes]
 
 
 @dataclass

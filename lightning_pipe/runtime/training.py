@@ -73,7 +73,7 @@ class TrainingResult:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-        self.gradients = []
+        self.gradients.clear()  # for all who hold the list
 
 
 class TrainingWork(Protocol):
@@ -125,6 +125,7 @@ class SynchronousWork:
         self, stages: Mapping[int, Stage], shared: Sequence[nn.Parameter], transport: Transport
     ) -> None:
         self._stages, self._shared, self._transport = stages, list(shared), transport
+        self._steps: BatchSteps | None = None
         self.updates: Counter[int] = Counter()
 
     def new_losses(self) -> Losses:
@@ -141,6 +142,7 @@ class SynchronousWork:
 
     def forward(self, step: Forward, activation: Any) -> Any:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
+        assert self._steps is not None
         return self._steps.forward(step.stage, step.microbatch, activation)
 
     def backward(self, step: Backward, run: Callable[[], None]) -> None:
@@ -162,6 +164,7 @@ class SynchronousWork:
 
     def end_fill(self) -> None:
         """See :class:`TrainingWork`."""
+        self._steps = None
 
     def weights(self) -> Mapping[int, tuple[int, int]]:
         """See :class:`TrainingWork`."""
@@ -189,7 +192,7 @@ class AsynchronousWork:
         self._update_of: dict[int, int] = {}  # micro-batches in flight
         self._batch_of: dict[int, int] = {}  # updates to come
         self._gathered: dict[int, list[Tensor | None]] = {}  # gradients, by update
-        self._batches = 0
+        self._batches = self._in_flight = 0
         self.updates: Counter[int] = Counter()
 
     def new_losses(self) -> Losses:
@@ -205,7 +208,7 @@ class AsynchronousWork:
             return
         if first == 0:
             self._store.begin_fill()
-            self._batches = 0
+            self._batches = self._in_flight = 0
         for index in range(len(steps.batch.pieces)):
             update = first + index if self._per_microbatch else self._batches
             self._update_of[first + index] = update
@@ -215,6 +218,7 @@ class AsynchronousWork:
     def forward(self, step: Forward, activation: Any) -> Any:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
         assert self._steps is not None
+        self._in_flight += 1
         with self._store.reading(step.version):
             return self._steps.forward(step.stage, step.microbatch - self._first, activation)
 
@@ -222,6 +226,7 @@ class AsynchronousWork:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
         with self._store.reading(step.version):
             run()
+        self._in_flight -= 1
         update = self._update_of.pop(step.microbatch)
         gradients = self._store.take_gradients(step.version)
         so_far = self._gathered.setdefault(update, gradients)
@@ -235,7 +240,7 @@ class AsynchronousWork:
         """Update now, or leave the last update of the round to the caller."""
         gradients = self._store.with_parameters(self._gathered.pop(step.update))
         batch = self._batch_of.pop(step.update)
-        self._store.advance(step.keeps)
+        self._store.advance(step.keeps, self._in_flight > 0)
         self.updates[step.stage] += 1
         if step is self._last_update:
             self.due, self.gradients = batch, gradients
@@ -245,6 +250,7 @@ class AsynchronousWork:
     def end_fill(self) -> None:
         """See :class:`TrainingWork`."""
         self._store.end_fill()
+        self._steps = None
 
     def weights(self) -> Mapping[int, tuple[int, int]]:
         """See :class:`TrainingWork`."""

@@ -6,6 +6,7 @@ other; on one channel, what one rank sends to another arrives in order.
 
 from __future__ import annotations
 
+import io
 import pickle
 import queue
 import threading
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lightning_pipe.runtime.errors import PeerLostError
 
-_FRAME_BYTES = 1024  # an object up to this size is one message
+_FRAME_BYTES = 4096  # an object up to this size is one message
 
 
 class Channel(Enum):
@@ -82,13 +83,36 @@ class Transport(Protocol):
         ...
 
 
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays: torch's own way takes 0.1 ms and 400 bytes for a number."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and value.device.type == "cpu" and value.dtype in _ARRAYS:
+            return torch.from_numpy, (value.detach().numpy(),)
+        return NotImplemented
+
+
+_ARRAYS = {torch.float32, torch.float64, torch.int32, torch.int64, torch.bool, torch.uint8}
+
+
+def pickled(value: Any) -> bytes:
+    """What :func:`send_object` sends of a value."""
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
 def send_object(transport: Transport, channel: Channel, peer: int, value: Any) -> int:
     """Send anything that can be pickled; small objects take one message.
 
     Returns:
         The number of messages sent.
     """
-    data = pickle.dumps(value)
+    return send_pickled(transport, channel, peer, pickled(value))
+
+
+def send_pickled(transport: Transport, channel: Channel, peer: int, data: bytes) -> int:
+    """Send what :func:`pickled` has made of an object, as :func:`send_object` does."""
     head = len(data).to_bytes(8, "big") + data[: _FRAME_BYTES - 8]
     messages = [head.ljust(_FRAME_BYTES, b"\0"), data[_FRAME_BYTES - 8 :]]
     for message in filter(None, messages):

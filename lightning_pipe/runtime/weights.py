@@ -103,21 +103,41 @@ class WeightStore:
         pairs = zip(self._parameters, gradients, strict=True)
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
-    def advance(self, keeps: int) -> None:
+    def advance(self, keeps: int, in_flight: bool = False) -> None:
         """Make the parameters ready for the next update, in place.
 
         Args:
             keeps: The oldest version that will be read afterwards.
+            in_flight: Whether graphs of forwards are waiting for their backward.
+
+        Raises:
+            MisconfigurationException: These graphs should see the update, and do not.
         """
+        newest = self._aliases.get(self.newest)
+        self._aliases = {v: aliases for v, aliases in self._aliases.items() if v >= keeps}
         if keeps <= self.newest:
             self._read(self.newest)  # its aliases keep the memory
             for parameter in self._parameters:
                 parameter.data = parameter.data.clone()
-        elif self.newest in self._aliases:
-            self._aliases[self.newest + 1] = self._aliases.pop(self.newest)
+        elif newest is not None:
+            self._go_on_with(newest, in_flight)
         self.newest += 1
-        self._aliases = {v: aliases for v, aliases in self._aliases.items() if v >= keeps}
         self._measure()
+
+    def _go_on_with(self, aliases: list[nn.Parameter], in_flight: bool) -> None:
+        """Let the aliases of the newest version be those of the next one."""
+        for parameter, alias in zip(self._parameters, aliases, strict=True):
+            if alias.data_ptr() != parameter.data_ptr():
+                # Its layer has moved it, as recurrent layers do for cuDNN.
+                if in_flight:
+                    raise MisconfigurationException(
+                        f"A layer moves its weight of shape {tuple(parameter.shape)} to other "
+                        "memory in its forward (as LSTM and GRU do on GPUs), where backwards do "
+                        "not see the updates that weight_stashing=False wants them to see. Use "
+                        "weight_stashing=True."
+                    )
+                alias.data = parameter.data
+        self._aliases[self.newest + 1] = aliases
 
     def _read(self, version: int) -> list[nn.Parameter]:
         """The aliases of a version."""
