@@ -108,8 +108,8 @@ class Frozen(Module):
 
 
 def test_a_loss_without_a_gradient_is_refused_as_on_one_device():
-    models = [chain(Frozen) for _ in range(2)]
-    errors = errors_on_ranks(2, lambda t: Rank(models[t.rank], Layout(), t).step(batch()))
+    models, data = [chain(Frozen) for _ in range(2)], batch()
+    errors = errors_on_ranks(2, lambda t: Rank(models[t.rank], Layout(), t).step(data))
     rank, error = the_cause(errors)
     assert rank == 1
     assert "does not depend on any parameter that requires a gradient" in str(error)
@@ -204,7 +204,7 @@ def test_the_bubble_counts_the_time_when_only_others_work():
     """The last rank is done while the first is still cooling down."""
     assembly = Assembly(chain(), Layout(num_microbatches=2).settings, 0, 2)
     measured = [
-        Measurements(wall=wall, busy=6.0, weights={rank: (1, 0)})
+        Measurements(wall=wall, busy=6.0, updates={rank: 1}, weights={rank: (1, 0)})
         for rank, wall in enumerate((9.0, 7.0))
     ]
     assert assembly.report(measured, 8).measured_bubble == pytest.approx((1 / 3, 1 / 3))

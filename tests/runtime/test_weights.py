@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -148,3 +151,45 @@ def test_a_parameter_that_is_read_from_elsewhere_is_refused():
         layer(torch.ones(2)).sum().backward()
     with pytest.raises(MisconfigurationException, match="Read parameters as attributes"):
         store.take_gradients(0)
+
+
+class Moving(nn.Linear):
+    """Moves its weight, as recurrent layers do for cuDNN."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clone()
+        return super().forward(x)
+
+
+def test_a_layer_that_moves_its_weights_is_trained():
+    layer = Moving(2, 2, bias=False)
+    nn.init.ones_(layer.weight)
+    store = filled(layer)
+    for version in range(3):
+        with store.reading(version):
+            assert torch.equal(layer(torch.ones(1, 2)), torch.full((1, 2), 2.0 * (version + 1)))
+        update(layer, store, keeps=version + 1)
+
+
+def test_a_layer_that_moves_weights_which_backwards_must_see_updated_is_refused():
+    layer = Moving(2, 2, bias=False)
+    store = filled(layer)
+    with store.reading(0):
+        layer(torch.ones(1, 2))
+    with pytest.raises(MisconfigurationException, match="Use weight_stashing=True"):
+        store.advance(keeps=1, in_flight=True)
+
+
+def test_old_versions_go_before_a_new_one_is_copied():
+    layer = ones()
+    store = filled(layer)
+    update(layer, store, keeps=0)
+    with store.reading(0):
+        gone = weakref.ref(layer.weight)
+    held = []
+    clone = torch.Tensor.clone
+    with mock.patch.object(
+        torch.Tensor, "clone", lambda t: held.append(gone() is not None) or clone(t)
+    ):
+        update(layer, store, keeps=1)
+    assert held == [False]

@@ -40,6 +40,7 @@ EPOCH = make_batches()
         ({"schedule": "pipedream_2bw", "vertical_sync": True}, "vertical_sync=True .*two versions"),
         ({"schedule": "gpipe", "vertical_sync": True}, "vertical_sync=True .*'gpipe'.*defaults"),
         ({"schedule": "1f1b", "weight_stashing": False}, "weight_stashing=False .*'1f1b'"),
+        ({"schedule": "forward"}, "'forward'. does not train. Choose one of naive, "),
     ],
     ids=str,
 )
