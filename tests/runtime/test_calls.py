@@ -237,9 +237,10 @@ def test_copies_of_a_pipelined_module_are_ordinary(duplicate):
     def work(transport):
         rank = Rank(model, Layout("gpipe", 1, 4, stages_per_rank=3), transport)
         other = duplicate(rank.model.net)
-        rounds = rank.pipeline._evaluation.executor.measured.rounds
+        measured = rank.pipeline._evaluation.executor.measured
+        rounds = measured.rounds
         output = other(x)
-        assert rank.pipeline._evaluation.executor.measured.rounds == rounds, "the copy used the pipeline"
+        assert measured.rounds == rounds, "the copy used the pipeline"
         assert output.requires_grad
         torch.testing.assert_close(output, rank.model.net(x))
 
