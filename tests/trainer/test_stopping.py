@@ -128,6 +128,9 @@ MOMENTS = {
     "before the first batch": Moment("on_train_start"),
     "in the fill": Moment(batch=0),
     "in the sanity check": Moment("on_sanity_check_start", options={"num_sanity_val_steps": -1}),
+    "in the last batch of the sanity check": Moment(
+        "on_sanity_check_start", options={"num_sanity_val_steps": 1}
+    ),
     "in validation": Moment("on_validation_batch_start", 1, options={"val_check_interval": 5}),
     "in the last batch": Moment(batch=NUM_BATCHES - 1, options={"limit_val_batches": 0}),
 }
@@ -264,6 +267,8 @@ def test_sigterm_at_any_moment_stops_all_ranks(
             assert last < NUM_RANKS + 1
         case "in the sanity check":
             assert (last, evaluated) == (-1, 1)
+        case "in the last batch of the sanity check":
+            assert (last, evaluated) == (0, 1)
         case "in validation":
             assert (last, evaluated) == (4, 2)  # of three
         case _:
