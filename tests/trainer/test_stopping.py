@@ -190,12 +190,14 @@ class Stopped:
         by: Name of the exception.
         took: Seconds since a rank was asked.
         step: Of the Trainer.
+        trained: Whether all layers were, as the first rank has them in the end.
     """
 
     seen: Seen
     by: str
     took: float
     step: int
+    trained: bool = True
 
 
 def fit_until_asked(
@@ -211,7 +213,12 @@ def fit_until_asked(
         ]
     options: Options = {"max_epochs": 1, **moment.options, "callbacks": callbacks}
     run = trainer({**SCHEDULES[schedule], **pipeline}, **options, enable_checkpointing=True)
-    return until_stopped(run, seen, asked, lambda: run.fit(Chain(), loader(), loader(3)))
+    module = Chain()
+    stopped = until_stopped(run, seen, asked, lambda: run.fit(module, loader(), loader(3)))
+    if run.is_global_zero and seen.last >= 0:
+        before = Chain().double().parameters()
+        stopped.trained = not any(map(torch.equal, module.parameters(), before))
+    return stopped
 
 
 def until_stopped(run: L.Trainer, seen: Seen, asked: Asked, function: Callable[[], Any]) -> Stopped:
@@ -228,6 +235,7 @@ def assert_stopped_together(stopped: list[Stopped]) -> None:
     assert [one.by for one in stopped] == [SIGTERMException.__name__] * len(stopped)
     assert len({(one.seen.last, one.seen.evaluated, one.step) for one in stopped}) == 1
     assert max(one.took for one in stopped) < LIMIT_S
+    assert all(one.trained for one in stopped)
 
 
 @pytest.mark.parametrize(
