@@ -55,7 +55,7 @@ class Coordination:
         self._trainer = trainer
         self.stops = self.asked = False
         self._decisions: tuple[bool, ...] | None = None  # in the order of the clocks
-        self._clocks = list(_clocks(trainer, strategy))
+        self._clocks = _clocks(trainer, strategy)
         self._undo = [patches.take_sigterm(trainer, self._take_signal)]
         for index, clock in enumerate(self._clocks):
             self._undo.append(clock.install(partial(self._decision, index)))
@@ -90,6 +90,7 @@ class Coordination:
         return None if self._decisions is None else self._decisions[index]
 
     def _pauses(self, decisions: tuple[bool, ...]) -> bool:
+        """Take rank 0's decisions, on which it depends whether training pauses after the batch."""
         self._decisions = decisions
         return patches.pauses_after_batch(self._trainer)
 

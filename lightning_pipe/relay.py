@@ -146,10 +146,7 @@ class StepLogs:
         with self._context():
             for call in relayed.calls:
                 value = self._metrics[call.metric] if call.metric is not None else call.value
-                device = self._module.device
-                is_tensor = isinstance(value, Tensor)  # the usual case, where this is faster
-                value = value.to(device) if is_tensor else move_data_to_device(value, device)
-                self._module.log(call.name, value, **call.options)
+                self._module.log(call.name, _moved(value, self._module.device), **call.options)
         if self._pipeline.is_last:
             for name, value in latest.items():
                 self._metrics[name]._forward_cache = value
@@ -271,9 +268,12 @@ def _travelling(call: LogCall) -> LogCall:
         return LogCall(
             call.name, None, {**call.options, "metric_attribute": call.metric}, call.metric
         )
-    value, cpu = call.value, torch.device("cpu")
-    value = value.to(cpu) if isinstance(value, Tensor) else move_data_to_device(value, cpu)
-    return LogCall(call.name, value, call.options)
+    return LogCall(call.name, _moved(call.value, torch.device("cpu")), call.options)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A value on a device; the usual one is a tensor, which Lightning's way takes long for."""
+    return value.to(device) if isinstance(value, Tensor) else move_data_to_device(value, device)
 
 
 def _reduce(reduce_fx: Any, values: list[Any], weights: list[float]) -> Any:

@@ -81,7 +81,6 @@ class PipelineTraining:
         for undo in self._undo:
             undo()
         self._undo = []
-        self._coordination.close()
 
     @property
     def begins_epoch(self) -> bool:

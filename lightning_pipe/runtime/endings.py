@@ -8,13 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipe.runtime.transport import (
-    Channel,
-    PendingObject,
-    Transport,
-    pickled,
-    send_pickled,
-)
+from lightning_pipe.runtime.transport import Channel, PendingObject, Transport, give_to_others
 
 
 @dataclass(frozen=True)
@@ -66,9 +60,7 @@ class Endings:
     def say(self, ending: Ending) -> None:
         """On the last rank: give it to all."""
         self._said.append(ending)
-        data = pickled(ending)
-        for peer in range(self._last):
-            send_pickled(self._transport, Channel.CONTROL, peer, data)
+        give_to_others(self._transport, ending)
 
     def hear(self, leave: int) -> list[Ending]:
         """Take endings, oldest first.

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from lightning_pipe.runtime.handshake import Announcement, Handshake, checksum, compare
 from lightning_pipe.runtime.mailbox import Key, Mailbox
 from lightning_pipe.runtime.microbatch import leaves_of
-from lightning_pipe.runtime.transport import Channel, PendingObject, Route, Transport, send_object
+from lightning_pipe.runtime.transport import (
+    Channel,
+    PendingObject,
+    Route,
+    Transport,
+    give_to_others,
+)
 from lightning_pipe.schedule.instructions import (
     Instruction,
     ReceiveActivation,
@@ -42,11 +48,10 @@ class Link:
 
     def from_last(self, value: Any) -> Any:
         """Give the last rank's value to all; the others' is ignored. Collective."""
-        last = self.transport.size - 1
         if not self.is_last:
+            last = self.transport.size - 1
             return PendingObject(self.transport, Channel.CONTROL, last).wait()
-        for peer in range(last):
-            send_object(self.transport, Channel.CONTROL, peer, value)
+        give_to_others(self.transport, value)
         return value
 
     def hear(self) -> Announcement | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -160,9 +160,8 @@ class TrainingRounds:
     @property
     def measured(self) -> Measurements:
         """What this rank did so far."""
-        measured = self._executor.measured
-        measured.updates, measured.weights = self._work.updates, self._work.weights()
-        return measured
+        work = self._work
+        return replace(self._executor.measured, updates=work.updates, weights=work.weights())
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a pipelined call made in a round."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.steps import BatchSteps, Losses
 from lightning_pipe.runtime.transport import Transport
-from lightning_pipe.runtime.weights import Gradients, WeightStore
+from lightning_pipe.runtime.weights import Gradients, WeightStore, count_bytes
 from lightning_pipe.schedule.instructions import Backward, Forward, Reduce, Update
 
 ApplyUpdate = Callable[[Gradients, int], None]
@@ -168,7 +168,10 @@ class SynchronousWork:
 
     def weights(self) -> Mapping[int, tuple[int, int]]:
         """See :class:`TrainingWork`."""
-        return {index: (1, _bytes(stage.layers)) for index, stage in self._stages.items()}
+        return {
+            index: (1, count_bytes(p for layer in stage.layers for p in layer.parameters()))
+            for index, stage in self._stages.items()
+        }
 
     def _take(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -192,7 +195,7 @@ class AsynchronousWork:
         self._update_of: dict[int, int] = {}  # micro-batches in flight
         self._batch_of: dict[int, int] = {}  # updates to come
         self._gathered: dict[int, list[Tensor | None]] = {}  # gradients, by update
-        self._batches = self._in_flight = 0
+        self._batches = 0  # of the fill
         self.updates: Counter[int] = Counter()
 
     def new_losses(self) -> Losses:
@@ -208,17 +211,15 @@ class AsynchronousWork:
             return
         if first == 0:
             self._store.begin_fill()
-            self._batches = self._in_flight = 0
-        for index in range(len(steps.batch.pieces)):
-            update = first + index if self._per_microbatch else self._batches
-            self._update_of[first + index] = update
-            self._batch_of[update] = steps.batch.number
+            self._batches = 0
         self._batches += 1
 
     def forward(self, step: Forward, activation: Any) -> Any:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
         assert self._steps is not None
-        self._in_flight += 1
+        update = step.microbatch if self._per_microbatch else self._batches - 1
+        self._update_of[step.microbatch] = update
+        self._batch_of[update] = self._steps.batch.number
         with self._store.reading(step.version):
             return self._steps.forward(step.stage, step.microbatch - self._first, activation)
 
@@ -226,7 +227,6 @@ class AsynchronousWork:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
         with self._store.reading(step.version):
             run()
-        self._in_flight -= 1
         update = self._update_of.pop(step.microbatch)
         gradients = self._store.take_gradients(step.version)
         so_far = self._gathered.setdefault(update, gradients)
@@ -240,7 +240,7 @@ class AsynchronousWork:
         """Update now, or leave the last update of the round to the caller."""
         gradients = self._store.with_parameters(self._gathered.pop(step.update))
         batch = self._batch_of.pop(step.update)
-        self._store.advance(step.keeps, self._in_flight > 0)
+        self._store.advance(step.keeps, in_flight=bool(self._update_of))
         self.updates[step.stage] += 1
         if step is self._last_update:
             self.due, self.gradients = batch, gradients
@@ -262,11 +262,6 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return first.add_(second)
-
-
-def _bytes(layers: Iterable[nn.Module]) -> int:
-    parameters = {p for layer in layers for p in layer.parameters()}
-    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], transport: Transport) -> None:

@@ -95,8 +95,7 @@ class _Pickler(pickle.Pickler):
 _ARRAYS = {torch.float32, torch.float64, torch.int32, torch.int64, torch.bool, torch.uint8}
 
 
-def pickled(value: Any) -> bytes:
-    """What :func:`send_object` sends of a value."""
+def _pickled(value: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
@@ -108,11 +107,18 @@ def send_object(transport: Transport, channel: Channel, peer: int, value: Any) -
     Returns:
         The number of messages sent.
     """
-    return send_pickled(transport, channel, peer, pickled(value))
+    return _send_pickled(transport, channel, peer, _pickled(value))
 
 
-def send_pickled(transport: Transport, channel: Channel, peer: int, data: bytes) -> int:
-    """Send what :func:`pickled` has made of an object, as :func:`send_object` does."""
+def give_to_others(transport: Transport, value: Any) -> None:
+    """Send an object to all other ranks, as a control message."""
+    data = _pickled(value)
+    for peer in range(transport.size):
+        if peer != transport.rank:
+            _send_pickled(transport, Channel.CONTROL, peer, data)
+
+
+def _send_pickled(transport: Transport, channel: Channel, peer: int, data: bytes) -> int:
     head = len(data).to_bytes(8, "big") + data[: _FRAME_BYTES - 8]
     messages = [head.ljust(_FRAME_BYTES, b"\0"), data[_FRAME_BYTES - 8 :]]
     for message in filter(None, messages):

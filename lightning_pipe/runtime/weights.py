@@ -13,7 +13,7 @@ on to the new version, and nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -163,12 +163,13 @@ class WeightStore:
     def _measure(self) -> None:
         versions = len({*self._aliases, self.newest})
         if versions > self.peak_versions:
-            self.peak_versions, self.peak_bytes = versions, self._count_bytes()
+            held: list[Tensor] = [p for layer in self._layers for p in layer.parameters()]
+            for aliases in self._aliases.values():
+                held += aliases
+            self.peak_versions, self.peak_bytes = versions, count_bytes(held)
 
-    def _count_bytes(self) -> int:
-        """Bytes of all weights held; memory that several refer to counts once."""
-        held: list[Tensor] = [p for layer in self._layers for p in layer.parameters()]
-        for aliases in self._aliases.values():
-            held += aliases
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-        return sum(storages.values())
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of weights; memory that several refer to counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
