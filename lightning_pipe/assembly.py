@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_pipe import checks
-from lightning_pipe.checkpoint import collect_layers, fetch_layers
+from lightning_pipe.layer_exchange import collect_layers, fetch_layers, held_layers
 from lightning_pipe.partition import (
     check_glue,
     find_layers,
@@ -60,6 +60,7 @@ class Settings:
     evaluation_outputs: Literal["all", "last"]
     weight_stashing: bool = True
     vertical_sync: bool = False
+    deferred_batchnorm: bool = False
 
 
 class Assembly:
@@ -104,7 +105,7 @@ class Assembly:
         owned = [index for stage in self._own_stages for index in self._layers_of[stage]]
         names, layers = self._found.names, self._found.layers
         by_name = dict(zip(names, layers, strict=True))
-        fetch_layers(by_name, [names[index] for index in owned])
+        fetch_layers(by_name, [names[index] for index in owned], held_layers(by_name))
         shard(self._found, owned)
         _return_freed_memory()
         with torch.no_grad():

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-
-from lightning_pipe.partition import is_absent, present
 
 Path = tuple[Any, ...]
 
@@ -50,44 +47,6 @@ def own_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[
     return {**state, "state": {i: s for i, s in state["state"].items() if i in owned}}
 
 
-def collect_layers(layers: Mapping[str, nn.Module]) -> None:
-    """Give rank 0 the weights of all layers, in place. Collective.
-
-    Args:
-        layers: All layers by name; a rank sends those that are not absent on it.
-    """
-    mine = None
-    if dist.get_rank() != 0:
-        mine = {n: _tensors(layer) for n, layer in layers.items() if not is_absent(layer)}
-    memo: dict[int, Tensor] = {}
-    for given in _gather(mine):
-        for name, tensors in given.items():
-            if is_absent(layers[name]):
-                present(layers[name], "cpu", memo)
-                _fill(layers[name], tensors)
-
-
-def fetch_layers(layers: Mapping[str, nn.Module], owned: Sequence[str]) -> None:
-    """Give each rank, from rank 0, the layers that it owns but that are absent on it. Collective.
-
-    They are after a run with another partition, or with fewer stages.
-    """
-    wanted: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(wanted, [name for name in owned if is_absent(layers[name])])
-    for rank, names in enumerate(wanted):
-        if not names or rank == 0:
-            continue
-        if dist.get_rank() == 0:
-            dist.send_object_list([{name: _tensors(layers[name]) for name in names}], dst=rank)
-        elif dist.get_rank() == rank:
-            received: list[Any] = [None]
-            dist.recv_object_list(received, src=0)
-            memo: dict[int, Tensor] = {}
-            for name, tensors in received[0].items():
-                present(layers[name], "cpu", memo)
-                _fill(layers[name], tensors)
-
-
 def _gather(mine: Any) -> Iterator[Any]:
     """On rank 0, what each other rank gave, one at a time; elsewhere give ``mine``."""
     if dist.get_rank() != 0:
@@ -97,26 +56,6 @@ def _gather(mine: Any) -> Iterator[Any]:
         received: list[Any] = [None]
         dist.recv_object_list(received, src=rank)
         yield received[0]
-
-
-def _tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers, also those that no state dict holds."""
-    named = [
-        *layer.named_parameters(remove_duplicate=False),
-        *layer.named_buffers(remove_duplicate=False),
-    ]
-    return {name: tensor.detach().cpu() for name, tensor in named}
-
-
-def _fill(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, mine in [
-            *layer.named_parameters(remove_duplicate=False),
-            *layer.named_buffers(remove_duplicate=False),
-        ]:
-            if mine.dtype != tensors[name].dtype:
-                mine.data = mine.data.to(tensors[name].dtype)
-            mine.copy_(tensors[name])
 
 
 def _meta_tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_pipe.loss_scaling import scaler_of
 from lightning_pipe.schedule import (
     SCHEDULES,
     Placement,
@@ -28,7 +29,7 @@ from lightning_pipe.schedule import (
 _CHOICES = {
     "activation_checkpointing": ("none", "stage", "layer"),
     "evaluation_outputs": ("all", "last"),
-    "start_method": ("popen",),
+    "start_method": ("popen", "fork", "spawn"),
 }
 
 
@@ -157,8 +158,12 @@ def expecting_one_optimizer() -> Iterator[None]:
         ) from error
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], scaled: bool = False) -> None:
     """Check that the optimizers can be used with a pipeline.
+
+    Args:
+        optimizers: Of the user's module.
+        scaled: Whether losses are scaled, as ``"16-mixed"`` does.
 
     Raises:
         MisconfigurationException: They cannot.
@@ -168,22 +173,31 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             "LBFGS evaluates the batch several times in one step and needs all parameters on "
             "one device. Use another optimizer."
         )
+    if scaled and any(_optimizer_handles_unscaling(optimizer) for optimizer in optimizers):
+        raise MisconfigurationException(
+            "A fused optimizer (fused=True) with a loss scaler, as precision='16-mixed' has: it "
+            "looks for overflow in its own step, on its own stage only. Use fused=False, or "
+            "precision='bf16-mixed'."
+        )
 
 
-def check_precision(precision: Precision, weight_stashing: bool = True) -> None:
+def check_precision(precision: Precision, schedule: str, weight_stashing: bool) -> None:
     """Check that a precision plugin can be used with a pipeline.
 
     Args:
         precision: The plugin.
+        schedule: Its name.
         weight_stashing: Whether backwards read the weights of their forwards.
 
     Raises:
         MisconfigurationException: It scales losses, or keeps weights that must not be kept.
     """
-    if isinstance(getattr(precision, "scaler", None), torch.amp.GradScaler):
+    if SCHEDULES[schedule].continuous and scaler_of(precision) is not None:
         raise MisconfigurationException(
-            f"precision={precision.precision!r} scales the loss, which is not supported in a "
-            "pipeline yet. Use 'bf16-mixed', 'bf16-true', '32-true' or '64-true'."
+            f"precision={precision.precision!r} scales the loss, and all stages would have to skip "
+            f"an update together, but with schedule={schedule!r} they update at different times. "
+            "Use precision 'bf16-mixed', 'bf16-true', '32-true' or '64-true', or a synchronous "
+            "schedule ('1f1b')."
         )
     if not weight_stashing and isinstance(precision, MixedPrecision):
         raise MisconfigurationException(

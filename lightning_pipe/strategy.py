@@ -33,6 +33,7 @@ from lightning_pipe.coordination import Coordination
 from lightning_pipe.data import load_alike
 from lightning_pipe.evaluation import PipelineEvaluation
 from lightning_pipe.failure import FailureGuard
+from lightning_pipe.loss_scaling import SharedScaler, scaler_of
 from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.relay import StepLogs
 from lightning_pipe.report import PipelineReport
@@ -78,12 +79,19 @@ class PipelineStrategy(PipelineProcesses):
             stages the version that the first stage had when it entered.
         evaluation_outputs: Who gets the output of the pipelined call in validation, test and
             prediction: ``"all"`` ranks, or only the ``"last"``, for outputs too large to send.
+        deferred_batchnorm: Whether BatchNorm layers update their running statistics once per
+            batch, from all of its samples, instead of after each micro-batch (GPipe's way;
+            torchgpipe, Kim et al. 2020). Batches are normalised by micro-batch either way.
+        save_distributed_checkpoint: Whether a checkpoint is a directory, into which each rank
+            writes its own part, instead of one ordinary file. For models that no host can hold.
         pipeline_parallel_size: Number of pipeline ranks; ``"auto"``: all processes.
         data_parallel_size: Number of pipelines; only 1 so far.
         tensor_parallel_size: Ranks that share a layer; only 1 so far.
         process_group_backend: ``"gloo"`` (the default), also for GPUs.
         timeout: After which a wait for another rank ends in an error.
-        start_method: ``"popen"``: the script is started once for each rank.
+        start_method: How the ranks' processes are started: ``"popen"`` runs the script once for
+            each, ``"fork"`` (for notebooks) and ``"spawn"`` run the Trainer's function in them, and
+            give weights and results back to the process that called it.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -105,12 +113,14 @@ class PipelineStrategy(PipelineProcesses):
         weight_stashing: bool = True,
         vertical_sync: bool = False,
         evaluation_outputs: Literal["all", "last"] = "all",
+        deferred_batchnorm: bool = False,
+        save_distributed_checkpoint: bool = False,
         pipeline_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = _DEFAULT_TIMEOUT,
-        start_method: Literal["popen"] = "popen",
+        start_method: Literal["popen", "fork", "spawn"] = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -133,7 +143,10 @@ class PipelineStrategy(PipelineProcesses):
             evaluation_outputs,
             weight_stashing,
             vertical_sync,
+            deferred_batchnorm,
         )
+        self._saves_distributed_checkpoint = save_distributed_checkpoint
+        self._start_method = start_method
         self._pipeline_parallel_size = pipeline_parallel_size
         self._timeout = timeout
         self._num_ranks = 1
@@ -142,6 +155,7 @@ class PipelineStrategy(PipelineProcesses):
         self._logs: StepLogs | None = None
         self._coordination: Coordination | None = None  # in a run
         self._training: PipelineTraining | None = None  # while fitting
+        self._scaler: SharedScaler | None = None  # while fitting in 16-bit floats
         self._batch_size: int | None = None
         self._guard = FailureGuard()
         self.report: PipelineReport | None = None
@@ -179,7 +193,7 @@ class PipelineStrategy(PipelineProcesses):
         checks.check_schedule(
             settings.schedule, settings.num_microbatches, settings.stages_per_rank, self._num_ranks
         )
-        checks.check_precision(self.precision_plugin, settings.weight_stashing)
+        checks.check_precision(self.precision_plugin, settings.schedule, settings.weight_stashing)
         checks.check_module(module, module.trainer.state.fn == TrainerFn.FITTING)
         with on_loopback(self.num_nodes):
             _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
@@ -225,7 +239,7 @@ class PipelineStrategy(PipelineProcesses):
         if trainer.state.fn == TrainerFn.FITTING:
             with checks.expecting_one_optimizer():
                 self.setup_optimizers(trainer)
-            checks.check_optimizers(self.optimizers)
+            checks.check_optimizers(self.optimizers, scaler_of(self.precision_plugin) is not None)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -241,6 +255,9 @@ class PipelineStrategy(PipelineProcesses):
                 checks.warn_of_clipping(trainer)
             else:
                 self._clip_over_all_stages(assembly)
+                if scaler_of(self.precision_plugin) is not None:
+                    self._scaler = SharedScaler(self.precision_plugin, self.root_device)
+                    pipeline.scale_losses_by(self._scaler.scale)
         # Epoch values need no reduction here: all ranks log the same.
         warnings.filterwarnings("ignore", ".*It is recommended to use `self.log.*sync_dist=True")
 
@@ -272,6 +289,7 @@ class PipelineStrategy(PipelineProcesses):
     def teardown(self) -> None:
         """Give rank 0 all weights and the module its own ways back."""
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        self._close_scaler()
         if self._training is not None:
             self._training.close()
             self._training = None
@@ -426,8 +444,14 @@ class PipelineStrategy(PipelineProcesses):
         if not (together and isinstance(error, SIGTERMException)):
             self._guard.fail(error)
 
+    def _close_scaler(self) -> None:
+        if self._scaler is not None:
+            self._scaler.close()
+            self._scaler = None
+
     def _drop_connections(self) -> None:
         """Let go of all that keeps this rank's connections open."""
+        self._close_scaler()
         self._transport.abandon()
         self._mesh = None
         if self.lightning_module is not None:

@@ -15,7 +15,7 @@ from lightning_pipe.runtime.microbatch import split_batch
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.rounds import TrainingPrograms, TrainingRounds, Wishes
 from lightning_pipe.runtime.stage import Stage
-from lightning_pipe.runtime.steps import MicroBatches, Step
+from lightning_pipe.runtime.steps import MicroBatches, Scale, Step
 from lightning_pipe.runtime.training import ApplyUpdate, BatchResult, TrainingResult
 from lightning_pipe.runtime.transport import Transport
 
@@ -115,6 +115,13 @@ class Pipeline:
     def apply_updates_by(self, apply_update: ApplyUpdate) -> None:
         """Set who makes the updates that are not left to the caller of :meth:`train`."""
         self._training.apply_update = apply_update
+
+    def scale_losses_by(self, scale: Scale) -> None:
+        """Scale each loss before its backward, not as it is reported (synchronous schedules).
+
+        Gradients are scaled then; whoever steps divides them (16-bit floats need it).
+        """
+        self._training.scale_losses_by(scale)
 
     def stop_outside_training(self, asked: Callable[[], bool], stop: Callable[[], None]) -> None:
         """Let calls outside training bring all ranks to a stop.

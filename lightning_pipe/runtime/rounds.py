@@ -23,7 +23,7 @@ from lightning_pipe.runtime.link import Link, stable_hash
 from lightning_pipe.runtime.microbatch import leaves_of
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Stage
-from lightning_pipe.runtime.steps import BatchSteps, MicroBatches, Step
+from lightning_pipe.runtime.steps import BatchSteps, MicroBatches, Scale, Step
 from lightning_pipe.runtime.training import (
     ApplyUpdate,
     AsynchronousWork,
@@ -151,6 +151,11 @@ class TrainingRounds:
         self.running = False
         self._steps: BatchSteps | None = None  # of the batch that a round began with
         self._asked = False  # to stop, some rank
+
+    def scale_losses_by(self, scale: Scale) -> None:
+        """See :meth:`Pipeline.scale_losses_by`."""
+        assert isinstance(self._work, SynchronousWork)
+        self._work.scale_loss = scale
 
     @property
     def in_flight(self) -> bool:

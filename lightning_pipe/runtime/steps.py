@@ -19,6 +19,15 @@ Step = Callable[[Any, int], Any]
 """The user's step: a micro-batch and its number in, the loss (or ``{"loss", "weight"}``) out."""
 
 
+Scale = Callable[[Tensor], Tensor]
+"""Scales a loss before its backward."""
+
+
+def unscaled(loss: Tensor) -> Tensor:
+    """No scaling."""
+    return loss
+
+
 @dataclass(frozen=True)
 class MicroBatches:
     """A batch, cut.
@@ -48,12 +57,14 @@ class Losses:
         separate: Whether each micro-batch makes an update of its own, so that its gradient is not
             weighted by its share in the batch.
         takes_weights: Whether the step may return weights of its own.
+        scale: Scales what is differentiated (fp16), not what is reported.
         total: Sum of ``loss * weight``.
         weight: Sum of the weights; 1 unless the step returns weights of its own.
     """
 
     separate: bool = False
     takes_weights: bool = True
+    scale: Scale = unscaled
     total: Tensor | float = 0.0
     weight: float = 0.0
     own_weights: set[bool] = field(default_factory=set)
@@ -88,7 +99,7 @@ class Losses:
         weighted = loss * weight
         self.total = self.total + torch.as_tensor(weighted).detach()
         self.weight += weight
-        return loss if self.separate else weighted
+        return self.scale(loss if self.separate else weighted)
 
     @property
     def mean(self) -> Tensor:

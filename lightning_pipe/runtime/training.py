@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.runtime.stage import Stage
-from lightning_pipe.runtime.steps import BatchSteps, Losses
+from lightning_pipe.runtime.steps import BatchSteps, Losses, Scale, unscaled
 from lightning_pipe.runtime.transport import Transport
 from lightning_pipe.runtime.weights import Gradients, WeightStore, count_bytes
 from lightning_pipe.schedule.instructions import Backward, Forward, Reduce, Update
@@ -119,7 +119,12 @@ class SynchronousWork:
         stages: This rank's.
         shared: Parameters outside the layers, which live on every rank.
         transport: Sums the gradients of ``shared``.
+
+    Attributes:
+        scale_loss: Scales each loss before its backward.
     """
+
+    scale_loss: Scale = staticmethod(unscaled)
 
     def __init__(
         self, stages: Mapping[int, Stage], shared: Sequence[nn.Parameter], transport: Transport
@@ -130,7 +135,7 @@ class SynchronousWork:
 
     def new_losses(self) -> Losses:
         """See :class:`TrainingWork`."""
-        return Losses()
+        return Losses(scale=self.scale_loss)
 
     def begin(self, steps: BatchSteps | None, first: int, last_update: Update | None) -> None:
         """See :class:`TrainingWork`; all updates are left to the caller."""

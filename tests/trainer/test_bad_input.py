@@ -14,7 +14,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -171,11 +170,6 @@ class TakesGenerator(nn.Linear):
         return super().forward(torch.stack(list(rows)))
 
 
-def scaler() -> Options:
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    return {"precision": None, "plugins": [plugin]}
-
-
 Case = tuple[Callable[[], L.LightningModule], Options, Callable[[], Options], str]
 
 CASES: dict[str, Case] = {
@@ -220,7 +214,6 @@ CASES: dict[str, Case] = {
     "dataloader_iter": (Iterating, {}, dict, "Iterating.*dataloader_iter.*batch"),
     "example input": (WithExample, {}, dict, "WithExample.example_input_array.*None"),
     "shared parameter": (Tied, {"partition": [5, 3]}, dict, "'model.4.weight'.*'model.6.weight'"),
-    "loss scaling": (Classifier, {}, scaler, "16-mixed.*bf16-mixed"),
     "called twice": (CallsTwice, {}, dict, "pipelined module twice.*one call"),
     "never called": (NeverCalls, {}, dict, "did not call the pipelined module"),
     "layer of another rank": (CallsOneLayer, {}, dict, "'model.0' lives on another rank"),
