@@ -19,9 +19,11 @@ from torch import nn
 from lightning_pipe import checks
 from lightning_pipe.layer_exchange import collect_layers, fetch_layers, held_layers
 from lightning_pipe.partition import (
+    DeferredTensors,
     check_glue,
     find_layers,
     keyword_names,
+    materialise,
     outside_buffers,
     outside_parameters,
     parameter_counts,
@@ -91,23 +93,36 @@ class Assembly:
         self._counts = parameter_counts(self._found)
         self._sizes = partition(settings.partition, self._counts, self._placement.num_stages)
         checks.check_tied(shared_between_stages(self._found, self._sizes))
+        checks.check_batchnorm(settings.deferred_batchnorm, self._found.layers)
         self._layers_of = stage_slices(self._sizes)
         self._own_stages = self._placement.stages_of(rank)
         self._first_batch = True
-        outside = outside_parameters(root, self._found)
-        self._outside = dict(outside)
-        self.shared: list[nn.Parameter] = [parameter for _, parameter in outside]
+        self._outside: dict[str, nn.Parameter] = {}
+        self.shared: list[nn.Parameter] = []  # outside the layers
+        self._collects = False  # whether rank 0 had the whole model, and gets it back
         self.module = self._found.module
         self.pipeline: Pipeline | None = None
 
-    def shard(self) -> None:
-        """Free what other ranks own, and make what all own equal. Collective."""
+    def shard(self, deferred: DeferredTensors | None = None) -> None:
+        """Free what other ranks own, and make what all own equal. Collective.
+
+        Args:
+            deferred: How the layers were built that have no memory yet; they get it here, each on
+                the rank that owns it.
+        """
         owned = [index for stage in self._own_stages for index in self._layers_of[stage]]
         names, layers = self._found.names, self._found.layers
         by_name = dict(zip(names, layers, strict=True))
-        fetch_layers(by_name, [names[index] for index in owned], held_layers(by_name))
+        held = held_layers(by_name)
+        self._collects = held[0] == by_name.keys()
+        fetch_layers(by_name, [names[index] for index in owned], held)
         shard(self._found, owned)
+        if deferred is not None:
+            materialise(self._root, deferred)
         _return_freed_memory()
+        outside = outside_parameters(self._root, self._found)
+        self._outside = dict(outside)
+        self.shared = [parameter for _, parameter in outside]
         with torch.no_grad():
             for tensor in [*self.shared, *outside_buffers(self._root, self._found)]:
                 dist.broadcast(tensor.data, src=0)
@@ -132,6 +147,7 @@ class Assembly:
                 keywords,
                 settings.activation_checkpointing,
                 random_states,
+                settings.deferred_batchnorm,
             )
         self.pipeline = Pipeline(
             stages,
@@ -156,9 +172,10 @@ class Assembly:
         """Give the pipelined module its own ``forward`` back.
 
         Args:
-            collect: Whether rank 0 gets the weights of all layers; collective then.
+            collect: Whether rank 0 gets the weights of all layers, if it had them at first: a
+                model that was built layer by layer may be too large for it. Collective then.
         """
-        if collect:
+        if collect and self._collects:
             collect_layers(dict(zip(self._found.names, self._found.layers, strict=True)))
         attach(self._found.module, None)
         restore_class(self._found.module)

@@ -13,6 +13,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
 
 from lightning_pipe.loss_scaling import scaler_of
@@ -246,6 +248,16 @@ def check_tied(pairs: Sequence[tuple[str, str]]) -> None:
         raise MisconfigurationException(
             f"Parameters are shared between stages: {named}. That is not supported yet. Give each "
             "its own parameter, or choose a partition that puts both into one stage."
+        )
+
+
+def check_batchnorm(deferred: bool, layers: Sequence[nn.Module]) -> None:
+    """Warn of deferred statistics where there is no layer that has any."""
+    modules = (module for layer in layers for module in layer.modules())
+    if deferred and not any(isinstance(module, _BatchNorm) for module in modules):
+        rank_zero_warn(
+            "PipelineStrategy(deferred_batchnorm=True), but the layers have no BatchNorm: "
+            "it has no effect."
         )
 
 

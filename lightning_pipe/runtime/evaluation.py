@@ -43,7 +43,8 @@ class EvaluationRound:
         here = self._stages[step.stage]
         args, kwargs = self._pieces[step.microbatch]
         inputs = args if here.is_first else (activation,)
-        output = here.forward(inputs, kwargs, self._batch, step.microbatch)
+        last = step.microbatch + 1 == len(self._pieces)
+        output = here.forward(inputs, kwargs, self._batch, step.microbatch, ends_batch=last)
         if here.is_last:
             self.outputs.append(output)
         return output

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
+from lightning_pipe.runtime.batch_norm import DeferredBatchNorm
 from lightning_pipe.runtime.random_state import RandomStates
+from lightning_pipe.runtime.recomputation import Recomputation
 
 Checkpointing = Literal["none", "stage", "layer"]
 
@@ -29,6 +30,7 @@ class Stage:
             then runs the forward again (GPipe, Huang et al. 2019); ``"layer"`` what enters each
             layer.
         random_states: Seed the layers' streams, so that a second run draws the same numbers.
+        deferred_batchnorm: Whether BatchNorm's running statistics are updated once per batch.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Stage:
         ),
         checkpointing: Checkpointing = "none",
         random_states: RandomStates | None = None,
+        deferred_batchnorm: bool = False,
     ) -> None:
         self.index = index
         self.is_first, self.is_last = index == 0, index == num_stages - 1
@@ -50,9 +53,19 @@ class Stage:
         self._keywords = keywords
         self._checkpointing = checkpointing
         self._random = random_states
+        self._norms = DeferredBatchNorm(layers) if deferred_batchnorm else None
+        units: dict[str, list[tuple[nn.Module, ...]]]
+        units = {"none": [], "stage": [self.layers], "layer": [(layer,) for layer in layers]}
+        around_again = self._norms.ignoring if self._norms is not None else nullcontext
+        self._recomputations = [Recomputation(unit, around_again) for unit in units[checkpointing]]
 
     def forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, microbatch: int
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: int,
+        microbatch: int,
+        ends_batch: bool = False,
     ) -> Any:
         """Run the layers.
 
@@ -61,12 +74,25 @@ class Stage:
             kwargs: Keyword arguments of the pipelined call.
             batch: With ``microbatch``, names the random stream.
             microbatch: See ``batch``.
+            ends_batch: Whether this is the batch's last micro-batch.
 
         Returns:
             What the last layer returned.
         """
+        if self._norms is None:
+            return self._forward(args, kwargs, batch, microbatch)
+        with self._norms.gathering():
+            output = self._forward(args, kwargs, batch, microbatch)
+        if ends_batch:
+            self._norms.commit()
+        return output
+
+    def _forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, microbatch: int
+    ) -> Any:
         if self._checkpointing == "stage" and torch.is_grad_enabled():
-            return _recomputed(self._run_layers, batch, microbatch, kwargs, *args)
+            (recomputation,) = self._recomputations
+            return recomputation.run(self._run_layers, batch, microbatch, kwargs, *args)
         return self._run_layers(batch, microbatch, kwargs, *args)
 
     def _run_layers(self, batch: int, microbatch: int, kwargs: dict[str, Any], *args: Any) -> Any:
@@ -80,7 +106,8 @@ class Stage:
                 names = self._keywords(layer, len(args))
                 chosen = {name: value for name, value in kwargs.items() if name in names}
             if by_layer:
-                output = _recomputed(self._run_layer, index, batch, microbatch, chosen, *args)
+                run = self._recomputations[index].run
+                output = run(self._run_layer, index, batch, microbatch, chosen, *args)
             else:
                 output = self._run_layer(index, batch, microbatch, chosen, *args)
             args = (output,)
@@ -96,23 +123,3 @@ class Stage:
             else:
                 self._random.seed_layer(batch, microbatch, layer)
         return self.layers[index](*args, **kwargs)
-
-
-def _recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function now, and again in its backward instead of keeping what it computes.
-
-    The random states need no saving: the function starts its streams itself. It works on copies,
-    or a layer that begins in place, as ``ReLU(inplace=True)``, would spoil what is kept. Precision
-    plugins change torch's default dtype for the step, but not for backward: it is kept.
-    """
-    dtype = torch.get_default_dtype()
-
-    def again(*kept: Any) -> Any:
-        outside = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            return function(*pytree.tree_map_only(Tensor, Tensor.clone, kept))
-        finally:
-            torch.set_default_dtype(outside)
-
-    return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False)

@@ -170,7 +170,8 @@ class BatchSteps:
             self._on_first_call(args, kwargs)
             self._on_first_call = None
         inputs = args if stage.is_first else (activation,)
-        output = stage.forward(inputs, kwargs, self.batch.number, microbatch)
+        last = microbatch + 1 == len(self.batch.pieces)
+        output = stage.forward(inputs, kwargs, self.batch.number, microbatch, ends_batch=last)
         if not stage.is_last:
             raise StageOutput(output)
         self._output = output

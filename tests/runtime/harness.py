@@ -45,6 +45,7 @@ class Layout:
     evaluation_outputs: Any = "all"
     weight_stashing: bool = True
     vertical_sync: bool = False
+    deferred_batchnorm: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -58,6 +59,7 @@ class Layout:
             evaluation_outputs=self.evaluation_outputs,
             weight_stashing=self.weight_stashing,
             vertical_sync=self.vertical_sync,
+            deferred_batchnorm=self.deferred_batchnorm,
         )
 
 

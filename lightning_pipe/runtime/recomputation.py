@@ -1,0 +1,106 @@
+"""Activation checkpointing: layers run again in their backward, and nobody notices.
+
+The second run draws the same random numbers, since layers start their streams themselves, and finds
+the buffers as the first run found them. What it does to them is dropped: running statistics, as
+BatchNorm has them, are those of the first run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+_Buffers = dict[str, Tensor | None]
+"""Of one module, by name."""
+
+
+class Recomputation:
+    """Keeps, of a run of some layers, what enters them, and runs them again in backward.
+
+    Args:
+        layers: The ones that will run.
+        around_again: A context for each second run.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        around_again: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._modules = [m for layer in layers for m in layer.modules() if m._buffers]
+        self._changing = set(self._modules)  # their buffers; the first run shows which
+        self._around_again = around_again
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function now, and again in its backward instead of keeping what it computes.
+
+        It works on copies, or a layer that begins in place, as ``ReLU(inplace=True)``, would spoil
+        what is kept. Precision plugins change torch's default dtype for the step, but not for
+        backward: it is kept.
+        """
+        dtype = torch.get_default_dtype()
+        before: dict[nn.Module, _Buffers] = {}
+
+        def again(*kept: Any) -> Any:
+            outside = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                return function(*pytree.tree_map_only(Tensor, Tensor.clone, kept))
+            finally:
+                torch.set_default_dtype(outside)
+
+        return checkpoint(
+            again,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (self._first(before), self._second(before)),
+        )
+
+    @contextmanager
+    def _first(self, before: dict[nn.Module, _Buffers]) -> Iterator[None]:
+        """Copy the buffers that a run changes.
+
+        A change of one of a module's stands for all: BatchNorm's kernels do not tell of theirs.
+        """
+        copies = {module: _copies(module._buffers) for module in self._changing}
+        found = [(module, dict(module._buffers), _edits(module)) for module in self._modules]
+        yield
+        changed: set[nn.Module] = set()
+        for module, buffers, edits in found:
+            same = all(module._buffers.get(name) is buffer for name, buffer in buffers.items())
+            if not same or _edits(module) != edits:
+                changed.add(module)
+                before[module] = copies.get(module) or _copies(module._buffers)
+        if len(self._changing) == len(self._modules):
+            self._changing = changed
+        self._changing |= changed
+
+    @contextmanager
+    def _second(self, before: dict[nn.Module, _Buffers]) -> Iterator[None]:
+        """Let a run find the buffers as the first one did, and leave them as they are now."""
+        now = {module: dict(module._buffers) for module in before}  # other runs may have followed
+        for module, buffers in before.items():
+            module._buffers.update(_copies(buffers))
+        try:
+            with self._around_again():
+                yield
+        finally:
+            for module, buffers in now.items():
+                module._buffers.update(buffers)
+
+
+def _copies(buffers: _Buffers) -> _Buffers:
+    return {n: None if tensor is None else tensor.detach().clone() for n, tensor in buffers.items()}
+
+
+def _edits(module: nn.Module) -> list[int]:
+    """How often each buffer was changed in place."""
+    buffers = [tensor for tensor in module._buffers.values() if tensor is not None]
+    return [0 if tensor.is_inference() else tensor._version for tensor in buffers]
