@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +27,7 @@ from lightning_pipe.partition import (
     parameter_counts,
     partition,
     restore_class,
+    return_freed_memory,
     shard,
     shared_between_stages,
     stage_slices,
@@ -119,7 +118,7 @@ class Assembly:
         shard(self._found, owned)
         if deferred is not None:
             materialise(self._root, deferred)
-        _return_freed_memory()
+        return_freed_memory()
         outside = outside_parameters(self._root, self._found)
         self._outside = dict(outside)
         self.shared = [parameter for _, parameter in outside]
@@ -268,18 +267,6 @@ class Assembly:
 
     def _count(self, batch: Any) -> int:
         return self._timing.count(find_batch_size(batch) or 1)
-
-
-def _return_freed_memory() -> None:
-    """Let glibc give the layers' memory back to the system.
-
-    It keeps freed blocks of up to 32 MB, once a block of their size was freed before: 150 of 200 MB
-    stayed with a process on four ranks.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-        if trim is not None:
-            trim(0)
 
 
 class _CheckedOnce:

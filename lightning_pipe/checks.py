@@ -8,8 +8,10 @@ from typing import Any
 
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -32,6 +34,18 @@ _CHOICES = {
     "activation_checkpointing": ("none", "stage", "layer"),
     "evaluation_outputs": ("all", "last"),
     "start_method": ("popen", "fork", "spawn"),
+}
+
+_REFUSED_CALLBACKS: dict[type[Callback], str] = {
+    BatchSizeFinder: (
+        "looks for the batch size at which memory runs out, but in a pipeline one rank runs out of "
+        "it while the others wait. Choose the batch size yourself; what a rank keeps of a "
+        "batch is made smaller by num_microbatches and activation_checkpointing."
+    ),
+    ModelPruning: (
+        "compares and replaces the parameters of all layers, but a rank has only those of its own "
+        "stages. Prune the trained model without a pipeline."
+    ),
 }
 
 
@@ -139,6 +153,25 @@ def check_module(module: LightningModule, fitting: bool) -> None:
         raise MisconfigurationException(
             f"{name}.training_step takes `dataloader_iter`, but a pipeline cuts the batch before "
             "the step. Let it take `batch`."
+        )
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Check that callbacks and profiler of a Trainer can be used with a pipeline.
+
+    Raises:
+        MisconfigurationException: One cannot.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, reason in _REFUSED_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise MisconfigurationException(f"{type(callback).__name__} {reason}")
+    profiler = getattr(trainer, "profiler", None)
+    if isinstance(profiler, PyTorchProfiler) and profiler._schedule is not None:
+        raise MisconfigurationException(
+            "PyTorchProfiler with a schedule (there is one by default) starts and stops while "
+            "messages of the pipeline are under way, which lets torch crash the process. Use "
+            "Trainer(profiler=PyTorchProfiler(schedule=None)), or profiler='simple'."
         )
 
 

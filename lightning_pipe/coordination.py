@@ -5,6 +5,9 @@ SIGTERM and what rank 0's clock says. Here rank 0 decides when a batch begins, a
 travel down the pipeline with the message that goes ahead of the batch. Another rank that is asked
 to stop says so in the same message; the last rank tells rank 0 with its word on the batch. Outside
 training that message goes ahead of a pipelined call, and the last rank tells all with the output.
+
+The signal of a SLURM job that is about to end is one of these decisions: all ranks save and requeue
+after the batch with which rank 0 has told them. It may come to all ranks, and rank 0's counts.
 """
 
 from __future__ import annotations
@@ -52,11 +55,16 @@ class Coordination:
     """
 
     def __init__(self, trainer: Trainer, strategy: Strategy) -> None:
-        self._trainer = trainer
+        self._trainer, self._strategy = trainer, strategy
         self.stops = self.asked = False
+        self._requeue_asked = self._requeue_due = False
+        self._requeue_is_decided: Callable[[], bool] = lambda: False
         self._decisions: tuple[bool, ...] | None = None  # in the order of the clocks
         self._clocks = _clocks(trainer, strategy)
         self._undo = [patches.take_sigterm(trainer, self._take_signal)]
+        self._undo.append(patches.take_requeue_signal(trainer, self._take_requeue_signal))
+        if trainer.state.fn == TrainerFn.FITTING and patches.requeues(trainer):
+            self._clocks.append(_Clock(lambda: self._requeue_asked, self._install_requeue))
         for index, clock in enumerate(self._clocks):
             self._undo.append(clock.install(partial(self._decision, index)))
 
@@ -73,6 +81,7 @@ class Coordination:
 
     def conclude(self, result: TrainingResult) -> None:
         """Act on what was agreed on in a round."""
+        self._requeue_due = self._requeue_is_decided()
         if result.stops:
             self.stop()
 
@@ -85,6 +94,19 @@ class Coordination:
 
     def _take_signal(self) -> None:
         self.asked = True
+
+    def _take_requeue_signal(self) -> None:
+        self._requeue_asked = True
+
+    def _install_requeue(self, decide: Callable[[], bool | None]) -> patches.Undo:
+        self._requeue_is_decided = lambda: bool(decide())
+        return patches.after_batch_hooks(self._trainer, self._requeue)
+
+    def _requeue(self) -> None:
+        """Save a checkpoint together, and let rank 0 requeue the job, if that is due."""
+        if self._requeue_due:
+            self._requeue_asked = self._requeue_due = False
+            patches.save_and_requeue(self._trainer, self._strategy.broadcast)
 
     def _decision(self, index: int) -> bool | None:
         return None if self._decisions is None else self._decisions[index]

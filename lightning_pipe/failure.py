@@ -15,15 +15,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.distributed import distributed_c10d
 
+from lightning_pipe.process_launcher import ProcessLauncher
 from lightning_pipe.runtime.errors import PeerLostError
-from lightning_pipe.trainer_patches import stop_child_observer
+from lightning_pipe.script_launcher import ScriptLauncher
 
 _KEY = "lightning_pipe/failure"
+_READERS = "lightning_pipe/failure/readers"
 _REPORT_WAIT_S = 2.0  # for the report of a rank whose connection closed
-_CHILDREN_WAIT_S = 6.0  # for the children to say what they have to say
+_READERS_WAIT_S = 2.0  # for the other ranks to read the report from rank 0's store
 
 
 class FailureGuard:
@@ -37,7 +38,7 @@ class FailureGuard:
         self.failed = False
         self._rank = self._num_ranks = 0
         self._store: Any = None
-        self._drop_connections: Callable[[], None] = lambda: None
+        self._drop_connections: Callable[[], None] = _nothing
 
     def connect(self, rank: int, num_ranks: int, drop_connections: Callable[[], None]) -> None:
         """Use the store of the process group, once there is one."""
@@ -61,24 +62,35 @@ class FailureGuard:
         self.failed = True
         if self._store is None:
             return
-        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            traceback.clear_frames(error.__traceback__)  # messages under way keep connections open
+        else:
             self._report(error)
         self._drop_connections()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 
-    def end_children(self, launcher: object) -> None:
-        """Give the ranks that this process launched some seconds to end, then end them."""
-        if not self.failed or not isinstance(launcher, _SubprocessScriptLauncher):
-            return
-        stop_child_observer()
-        until = time.monotonic() + _CHILDREN_WAIT_S
-        while any(child.poll() is None for child in launcher.procs) and time.monotonic() < until:
-            time.sleep(0.05)
-        for child in launcher.procs:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+    def end(self, launcher: object, error: BaseException) -> None:
+        """Let the other ranks end first: what this one says is read last.
+
+        Args:
+            launcher: Of this process. It ends the ranks that it has started, after some seconds.
+            error: With which this process ends; which of these ranks were killed is added to it.
+        """
+        if isinstance(launcher, ProcessLauncher):
+            launcher.close()
+        elif self.failed and isinstance(launcher, ScriptLauncher) and launcher.procs:
+            for sentence in launcher.end():
+                error.add_note(f"\n{sentence}")
+        elif self.failed and self._rank == 0 and self._store is not None:
+            self._wait_for_readers()
+
+    def _wait_for_readers(self) -> None:
+        """Keep the store, which ends with this process, until the others have seen the report."""
+        until = time.monotonic() + _READERS_WAIT_S
+        with contextlib.suppress(RuntimeError):
+            while self._store.add(_READERS, 0) < self._num_ranks - 1 and time.monotonic() < until:
+                time.sleep(0.05)
 
     def _report(self, error: BaseException) -> None:
         """Publish this error, or complete it if it is only a consequence of another rank's."""
@@ -106,5 +118,10 @@ class FailureGuard:
                     return None
                 time.sleep(0.05)
             report = str(self._store.get(_KEY).decode())
+            self._store.add(_READERS, 1)
             return None if report.startswith(f"Rank {self._rank} ") else report
         return None
+
+
+def _nothing() -> None:
+    """Stand for what there is to do before the ranks are connected."""

@@ -6,15 +6,19 @@ same data and log the same values, so for all that concerns data there is a sing
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import ReduceOp
+
+from lightning_pipe.process_launcher import ProcessLauncher
+from lightning_pipe.script_launcher import ScriptLauncher
 
 T = TypeVar("T")
 
@@ -23,6 +27,7 @@ class PipelineProcesses(ParallelStrategy):
     """Launches the ranks, and answers for them."""
 
     _num_nodes = 1
+    _start_method: Literal["popen", "fork", "spawn"] = "popen"
 
     @property
     def is_distributed(self) -> bool:
@@ -64,9 +69,18 @@ class PipelineProcesses(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
-        )
+        if imports._IS_INTERACTIVE and self._start_method != "fork":
+            raise MisconfigurationException(
+                f"PipelineStrategy(start_method={self._start_method!r}) in a notebook or an "
+                "interactive Python, which cannot be started again for each rank. Use "
+                "start_method='fork', or run your code as a script."
+            )
+        if self._start_method == "popen":
+            self._launcher = ScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+        else:
+            self._launcher = ProcessLauncher(self, self._start_method)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -27,13 +29,15 @@ from torch.optim import Optimizer
 
 from lightning_pipe import checks
 from lightning_pipe.assembly import Assembly, Settings
-from lightning_pipe.checkpoint import consolidate, own_optimizer_state
+from lightning_pipe.checkpointing import PipelineCheckpoints
+from lightning_pipe.checkpoints import CheckpointError, PipelineCheckpointIO
 from lightning_pipe.clipping import clip_over_pipeline
 from lightning_pipe.coordination import Coordination
 from lightning_pipe.data import load_alike
 from lightning_pipe.evaluation import PipelineEvaluation
 from lightning_pipe.failure import FailureGuard
 from lightning_pipe.loss_scaling import SharedScaler, scaler_of
+from lightning_pipe.partition import DeferredTensors
 from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.relay import StepLogs
 from lightning_pipe.report import PipelineReport
@@ -42,6 +46,7 @@ from lightning_pipe.runtime.mesh import make_mesh, on_loopback
 from lightning_pipe.runtime.microbatch import find_batch_size
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
+from lightning_pipe.trainer_patches import count_throughput_once
 from lightning_pipe.training import PipelineTraining
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -150,6 +155,7 @@ class PipelineStrategy(PipelineProcesses):
         self._pipeline_parallel_size = pipeline_parallel_size
         self._timeout = timeout
         self._num_ranks = 1
+        self._awaits_layers = False  # in a run, until `configure_model` is called
         self._mesh: DeviceMesh | None = None  # kept over runs, as the process group is
         self._assembly: Assembly | None = None
         self._logs: StepLogs | None = None
@@ -195,6 +201,7 @@ class PipelineStrategy(PipelineProcesses):
         )
         checks.check_precision(self.precision_plugin, settings.schedule, settings.weight_stashing)
         checks.check_module(module, module.trainer.state.fn == TrainerFn.FITTING)
+        checks.check_trainer(module.trainer)
         with on_loopback(self.num_nodes):
             _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
             self._mesh = self._mesh or make_mesh(torch.device("cpu"), self._num_ranks)
@@ -202,19 +209,39 @@ class PipelineStrategy(PipelineProcesses):
             pipelines = [list(range(self._num_ranks))]
             self._transport = GlooTransport(pipelines, self.root_device, self._timeout)
         self._assembly = None
+        self._checkpoints = PipelineCheckpoints(
+            module,
+            lambda: self.optimizers,
+            lambda: self.checkpoint_io,
+            self._saves_distributed_checkpoint,
+        )
         self._guard = FailureGuard()
         self._guard.connect(self.global_rank, self._num_ranks, self._drop_connections)
-        if not is_overridden("configure_model", module):
+        self._awaits_layers = is_overridden("configure_model", module)
+        if not self._awaits_layers:
             self._shard()
 
-    def _shard(self) -> Assembly:
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Around ``configure_model``: defer what it builds, then build this rank's part of it."""
+        with super().tensor_init_context(empty_init):
+            if not self._awaits_layers:  # `trainer.init_module()`, before a run or inside the hook
+                yield
+                return
+            self._awaits_layers = False
+            deferred = DeferredTensors(self.root_device)
+            with deferred.recording():
+                yield
+        self._shard(deferred)
+
+    def _shard(self, deferred: DeferredTensors | None = None) -> Assembly:
         """Cut the model, once its layers exist."""
         if self._assembly is None:
             assert self.lightning_module is not None
             self._assembly = Assembly(
                 self.lightning_module, self._settings, self.global_rank, self._num_ranks
             )
-            self._assembly.shard()
+            self._assembly.shard(deferred)
         return self._assembly
 
     def setup(self, trainer: Trainer) -> None:
@@ -239,6 +266,9 @@ class PipelineStrategy(PipelineProcesses):
         if trainer.state.fn == TrainerFn.FITTING:
             with checks.expecting_one_optimizer():
                 self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:  # Adagrad begins with a state for all parameters
+                for parameter in [p for p in optimizer.state if p.is_meta]:
+                    del optimizer.state[parameter]
             checks.check_optimizers(self.optimizers, scaler_of(self.precision_plugin) is not None)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -258,6 +288,7 @@ class PipelineStrategy(PipelineProcesses):
                 if scaler_of(self.precision_plugin) is not None:
                     self._scaler = SharedScaler(self.precision_plugin, self.root_device)
                     pipeline.scale_losses_by(self._scaler.scale)
+        count_throughput_once(trainer)
         # Epoch values need no reduction here: all ranks log the same.
         warnings.filterwarnings("ignore", ".*It is recommended to use `self.log.*sync_dist=True")
 
@@ -408,6 +439,15 @@ class PipelineStrategy(PipelineProcesses):
                 self._training.drain()
         return super().lightning_module_state_dict()
 
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read what this rank needs of a file, or of a directory of parts."""
+        assert self.lightning_module is not None
+        self._shard()
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return self._checkpoints.load(checkpoint_path, weights_only, with_optimizers=fits)
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what this rank owns."""
         self._shard()
@@ -415,21 +455,42 @@ class PipelineStrategy(PipelineProcesses):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what belongs to this rank's parameters."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(own_optimizer_state(state, optimizer))
-            _optimizer_to_device(optimizer, self.root_device)
+        self._checkpoints.load_optimizers(checkpoint, self.root_device)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
     ) -> None:
-        """Write one ordinary checkpoint, on rank 0. Collective."""
+        """Write one ordinary checkpoint on rank 0, or a directory on all. Collective."""
         self._notice_interruption()
         if self._guard.failed:
             rank_zero_warn(f"{filepath} was not written: a rank of the pipeline has failed.")
             return
+        error = None
         with self._guard.watching():
-            consolidate(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+            try:
+                self._checkpoints.save(checkpoint, filepath, storage_options)
+            except CheckpointError as failure:  # on all ranks: none waits for another
+                error = failure
+        if error is not None:
+            raise error
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a file or a directory, on rank 0."""
+        if self.is_global_zero:
+            self._checkpoints.remove(filepath)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or one that writes files safely and reads them sparingly."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = PipelineCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = PipelineCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
 
     def _notice_interruption(self) -> None:
         """Callbacks learn of an exception before this strategy does; the others may be training."""
@@ -460,4 +521,4 @@ class PipelineStrategy(PipelineProcesses):
     def on_exception(self, exception: BaseException) -> None:
         """End the other ranks, and let them speak first."""
         self._fail(exception)
-        self._guard.end_children(self.launcher)
+        self._guard.end(self.launcher, exception)

@@ -1,19 +1,23 @@
 """The few private parts of Lightning that a pipeline must change, each with its reason.
 
-Every patch checks that what it changes is there, and is made on an instance, never on a class.
+Every patch checks that what it changes is there, and is made on an instance, never on a class; one
+lasts only as long as ranks are being started, and is made on a module.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import lightning
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ThroughputMonitor
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.states import RunningStage
+from torch.optim import Optimizer
 
 Undo = Callable[[], None]
 
@@ -45,15 +49,28 @@ def before_dataloader_results(trainer: Trainer, flush: Callable[[], None]) -> Un
     return _replace((loop, "_store_dataloader_outputs", patched))
 
 
-def stop_child_observer() -> None:
-    """Keep Lightning's observer from killing this process as soon as one of its children ended.
+def save_no_checkpoint(trainer: Trainer) -> Undo:
+    """Let the Trainer write no checkpoint.
 
-    Reason: when a rank fails, its children end by themselves within seconds, and this process is
-    about to say why. The observer would kill it before it has.
+    Reason: Lightning tells callbacks of an exception also in the process that has only waited for
+    the ranks. They would save a model there that was never trained.
     """
-    for thread in threading.enumerate():
-        if thread.name == "child-process-observer" and hasattr(thread, "_run"):
-            thread._run = lambda: True
+    return _replace((trainer, "save_checkpoint", _nothing))
+
+
+@contextmanager
+def started_by(command: Callable[[int], tuple[Sequence[str], str]]) -> Iterator[None]:
+    """Inside, Lightning starts ranks in a Hydra job by this command, for a rank of this machine.
+
+    Reason: its own command repeats a whole sweep in every rank, in another folder.
+    """
+    name = "_hydra_subprocess_cmd"
+    before = _existing(subprocess_script, name)
+    setattr(subprocess_script, name, command)
+    try:
+        yield
+    finally:
+        setattr(subprocess_script, name, before)
 
 
 def take_sigterm(trainer: Trainer, on_signal: Callable[[], None]) -> Undo:
@@ -67,6 +84,57 @@ def take_sigterm(trainer: Trainer, on_signal: Callable[[], None]) -> Undo:
         (connector, "_sigterm_notifier_fn", lambda signum, frame: on_signal()),
         (loop, "_broadcast_sigterm_tensor", _nothing),
     )
+
+
+def take_requeue_signal(trainer: Trainer, on_signal: Callable[[], None]) -> Undo:
+    """Let the signal of a SLURM job that is about to end only call ``on_signal``.
+
+    Reason: Lightning's handler saves a checkpoint wherever the rank happens to be, and all ranks
+    must save it together.
+    """
+    connector = trainer._signal_connector
+    return _replace((connector, "_slurm_sigusr_handler_fn", lambda signum, frame: on_signal()))
+
+
+def requeues(trainer: Trainer) -> bool:
+    """Whether Lightning puts this job back into SLURM's queue when SLURM's signal comes."""
+    environment = trainer._accelerator_connector.cluster_environment
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+
+
+def save_and_requeue(trainer: Trainer, agree: Callable[[Any], Any]) -> None:
+    """Do what Lightning does on SLURM's signal: save a checkpoint, requeue the job. Collective.
+
+    Args:
+        trainer: Of this rank.
+        agree: Gives rank 0's object to all. Rank 0 says where to save: the next free name, which
+            another rank may see taken already.
+    """
+    environment: Any = trainer._accelerator_connector.cluster_environment
+    connector: Any = trainer._checkpoint_connector
+    free_path = _existing(connector, "hpc_save_path")
+    undo = _replace((connector, "hpc_save_path", lambda folder: agree(free_path(folder))))
+    try:
+        handler = _existing(type(trainer._signal_connector), "_slurm_sigusr_handler_fn")
+        handler(trainer._signal_connector, environment.requeue_signal, None)
+    finally:
+        undo()
+
+
+def after_batch_hooks(trainer: Trainer, function: Callable[[], None]) -> Undo:
+    """Call a function at the end of each batch, when all hooks of the batch have run.
+
+    Reason: strategies have no hook there, where Lightning knows how to resume from a checkpoint;
+    a little later it would repeat an epoch.
+    """
+    connector: Any = trainer._logger_connector
+    original = _existing(connector, "on_batch_end")
+
+    def patched() -> None:
+        function()
+        original()
+
+    return _replace((connector, "on_batch_end", patched))
 
 
 def stop_as_after_sigterm(trainer: Trainer) -> None:
@@ -228,11 +296,45 @@ def skips_backward(trainer: Trainer) -> bool:
     return bool(_existing(trainer.fit_loop.epoch_loop.automatic_optimization, "_skip_backward"))
 
 
+def tell_parameters_apart() -> Undo:
+    """Let finetuning callbacks compare parameters as objects, not by value.
+
+    Reason: `BaseFinetuning.unfreeze_and_add_param_group` looks for each parameter in the optimizer
+    with `torch.equal`, and those of other ranks' layers have no values. It is a static method,
+    called by the name of its class: there is no instance to change.
+    """
+    original = _existing(BaseFinetuning, "filter_on_optimizer")
+
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in known]
+
+    changed: Any = BaseFinetuning
+    changed.filter_on_optimizer = staticmethod(filter_on_optimizer)
+
+    def undo() -> None:
+        changed.filter_on_optimizer = staticmethod(original)
+
+    return undo
+
+
+def count_throughput_once(trainer: Trainer) -> None:
+    """Let `ThroughputMonitor` count a batch once, not once for each rank.
+
+    Reason: it takes every process for a replica with data of its own.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in _existing(callback, "_throughputs").values():
+                _existing(throughput, "world_size")
+                throughput.world_size = 1
+
+
 def _named(name: str, names: Collection[str]) -> bool:
     return name in names or name.removesuffix("_step") in names
 
 
-def _nothing() -> None:
+def _nothing(*args: Any, **kwargs: Any) -> None:
     """Take the place of a method that must do nothing."""
 
 

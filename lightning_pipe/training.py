@@ -66,11 +66,11 @@ class PipelineTraining:
         self._trained: list[tuple[nn.Parameter, bool]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._spent_unseen = False
-        self._undo: list[patches.Undo] = []
+        self._undo: list[patches.Undo] = [patches.tell_parameters_apart()]
         if pipeline.continuous:
             pipeline.apply_updates_by(self._updates.apply)
             pipeline.before_call = self.drain
-            self._undo = [
+            self._undo += [
                 patches.before_pauses(self._trainer, self.drain),
                 patches.hide_stale_values(self._trainer, self._hidden),
             ]

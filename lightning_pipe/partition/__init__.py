@@ -15,6 +15,8 @@ from lightning_pipe.partition.class_swap import (
     restore_class,
     swap_class,
 )
+from lightning_pipe.partition.deferred import DeferredTensors
+from lightning_pipe.partition.freed_memory import return_freed_memory
 from lightning_pipe.partition.glue import check_glue
 from lightning_pipe.partition.layers import (
     PipelinedLayers,
@@ -22,8 +24,10 @@ from lightning_pipe.partition.layers import (
     keyword_names,
     parameter_counts,
 )
+from lightning_pipe.partition.materialise import materialise
 
 __all__ = [
+    "DeferredTensors",
     "PipelinedLayers",
     "absent",
     "balance",
@@ -31,6 +35,7 @@ __all__ = [
     "find_layers",
     "is_absent",
     "keyword_names",
+    "materialise",
     "original_class",
     "original_forward",
     "outside_buffers",
@@ -39,6 +44,7 @@ __all__ = [
     "partition",
     "present",
     "restore_class",
+    "return_freed_memory",
     "shard",
     "shared_between_stages",
     "stage_slices",

@@ -46,7 +46,7 @@ class AbsentLayer(nn.Module):
         if recurse:
             for child in self.children():
                 child._apply(fn)  # type: ignore[no-untyped-call]
-        for _, tensor in _own_tensors(self):
+        for _, tensor in own_tensors(self):
             if not tensor.is_meta:  # tied to something that this rank has, and moved with that
                 continue
             with torch.no_grad():
@@ -110,7 +110,7 @@ def absent(
             " another rank: pass the Python module instead of a scripted one."
         )
     for module in modules:
-        for attribute, tensor in list(_own_tensors(module)):
+        for attribute, tensor in list(own_tensors(module)):
             # Whatever is on the meta device already is done, so only tensors that lived from the
             # start are looked up: the memo cannot mistake a new object for a freed one with the
             # same id.
@@ -137,7 +137,7 @@ def present(
     for module in [m for m in layer.modules() if is_absent(m)]:
         restore_class(module)
         vars(module).pop(_LAYER_NAME, None)
-        for attribute, tensor in list(_own_tensors(module)):
+        for attribute, tensor in list(own_tensors(module)):
             if tensor.is_meta:
                 _exchange(module, attribute, tensor, torch.device(device), memo)
 
@@ -150,8 +150,13 @@ def empty_twin(tensor: Tensor, device: torch.device, dtype: torch.dtype | None =
             data = torch.empty_like(tensor.detach(), dtype=dtype, device=device)
         else:
             data = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
+    return twin_with(tensor, data)
+
+
+def twin_with(tensor: Tensor, data: Tensor) -> Tensor:
+    """Return a tensor with this data, in everything else like `tensor`."""
     if not isinstance(tensor, nn.Parameter):
-        return data
+        return data.requires_grad_(tensor.requires_grad and tensor.is_leaf)
     if is_traceable_wrapper_subclass(tensor):
         twin: Tensor = nn.Parameter(data, tensor.requires_grad)
     else:  # not `type(tensor)(...)`: a subclass of Parameter may have any constructor
@@ -160,7 +165,8 @@ def empty_twin(tensor: Tensor, device: torch.device, dtype: torch.dtype | None =
     return twin
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a module, those of its submodules not included."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
@@ -179,6 +185,22 @@ def _exchange(
     twin = memo.get(id(tensor))
     if twin is None:
         twin = empty_twin(tensor, device)
+    exchange(module, name, tensor, twin, memo)
+
+
+def exchange(
+    module: nn.Module, name: str, tensor: Tensor, twin: Tensor, memo: dict[int, Tensor]
+) -> None:
+    """Let a parameter or buffer become what `twin` is, in place if torch can.
+
+    Args:
+        module: that has it.
+        name: of the attribute.
+        tensor: the old one.
+        twin: the new one, of the same class.
+        memo: new tensors by the id of the old one, where it could not be done in place.
+    """
+    if id(tensor) not in memo:
         try:
             torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
         except RuntimeError:
@@ -186,4 +208,4 @@ def _exchange(
         else:
             return
     # Not `_parameters[name] = twin`: an nn.LSTM keeps a second list, up to date by `__setattr__`.
-    setattr(module, name, twin)
+    setattr(module, name, memo[id(tensor)])

@@ -89,7 +89,11 @@ class Handshake:
         if rank == 0:
             return None
         coming = self._coming or PendingObject(self._transport, Channel.CONTROL, rank - 1)
-        heard: Announcement = coming.wait()
+        try:
+            heard: Announcement = coming.wait()
+        except PipelineError as error:
+            error.add_note(f"lightning_pipe: pipeline rank {rank}, waiting for a batch to begin")
+            raise
         self._coming = PendingObject(self._transport, Channel.CONTROL, rank - 1)  # the next
         return heard
 

@@ -376,6 +376,18 @@ def test_a_script_ends_as_it_does_on_one_device(schedule: str, rank: int, tmp_pa
     assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["global_step"] == last + 1
 
 
+def test_ctrl_c_ends_a_script_at_once(tmp_path: Path) -> None:
+    """No rank waits for another one's connections, which messages under way keep open."""
+    script = Path(__file__).with_name("train_until_stopped.py")
+
+    command = [script, "1f1b", "0", "0.2", "ctrl-c"]
+    ended = run_script(*command, directory=tmp_path, num_ranks=NUM_RANKS)
+
+    assert ended.code == 1, ended.output
+    assert "Detected KeyboardInterrupt" in ended.output
+    assert ended.at - float((tmp_path / "asked0").read_text()) < LIMIT_S / 2
+
+
 # ------------------------------------------------------------------------------------- clocks
 
 

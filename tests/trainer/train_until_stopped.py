@@ -1,6 +1,7 @@
-"""A user's script that is asked to stop: ``train_until_stopped.py SCHEDULE RANK SECONDS``.
+"""A user's script that is asked to stop: ``train_until_stopped.py SCHEDULE RANK SECONDS [ctrl-c]``.
 
-The process of that rank receives SIGTERM so long after the second batch. Every rank writes its
+The process of that rank receives SIGTERM so long after the second batch; or all processes SIGINT,
+as a terminal sends it. Every rank writes its
 last batch, and when its fit has ended, to files.
 """
 
@@ -32,7 +33,10 @@ class AskedSoon(Callback):
 
     def be_asked(self) -> None:
         Path(f"asked{self._rank}").write_text(str(time.time()))
-        os.kill(os.getpid(), signal.SIGTERM)
+        if "ctrl-c" in sys.argv:
+            os.killpg(0, signal.SIGINT)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         Path(f"last{trainer.global_rank}").write_text(str(number_of(trainer)))

@@ -1,46 +1,16 @@
-"""Precisions other than float64, the strategy's short names, and LightningCLI."""
+"""The strategy's short names, and LightningCLI."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import lightning as L
 import pytest
-import torch
-from torch import Tensor
 
 from lightning_pipe import PipelineStrategy
 
-from .lit import Classifier, Options, loader, numbers, trainer, weights
+from .lit import Classifier, loader, trainer
 from .ranks import Ranks
 from .scripts import run_script
-
-
-def train(pipeline: Options | None, precision: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    L.seed_everything(9, verbose=False)
-    module = Classifier()
-    run = trainer(pipeline, precision=precision, max_epochs=3)
-    run.fit(module, loader())
-    return weights(module), numbers(run.callback_metrics)
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype", "tolerance"),
-    [
-        ("bf16-true", torch.bfloat16, 5e-2),
-        ("bf16-mixed", torch.float32, 5e-2),
-        ("32-true", torch.float32, 1e-4),
-    ],
-)
-def test_precision(ranks: Ranks, precision: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Activations travel in the precision that the layers compute in."""
-    _, expected = train(None, precision)
-
-    results = ranks.run(2, train, {"num_microbatches": 4}, precision)
-
-    assert {tensor.dtype for tensor in results[0][0].values()} == {dtype}
-    for rank, (_, logs) in enumerate(results):
-        assert logs == pytest.approx(expected, rel=tolerance), f"rank {rank}"
 
 
 @pytest.mark.parametrize(
