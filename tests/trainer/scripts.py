@@ -22,15 +22,21 @@ class Ended:
         code: its exit code.
         output: of all its processes, both streams, in the order in which a terminal shows it.
         at: the time when it ended.
+        gone: the time when all of its processes had.
     """
 
     code: int
     output: str
     at: float
+    gone: float
 
 
 def run_script(
-    *command: str | Path, directory: Path, num_ranks: int, timeout: float = 90.0
+    *command: str | Path,
+    directory: Path,
+    num_ranks: int,
+    timeout: float = 90.0,
+    moment: float = _MOMENT_S,
 ) -> Ended:
     """Run a Python script; where it does not end in time, or leaves processes behind, fail.
 
@@ -39,6 +45,7 @@ def run_script(
         directory: where it runs.
         num_ranks: what `lit.trainer` takes for the number of devices.
         timeout: in seconds.
+        moment: seconds that the other processes may take to end after the script.
     """
     log = directory / "output"
     with log.open("w") as file:
@@ -58,7 +65,8 @@ def run_script(
     try:
         code = process.wait(timeout)
         at = time.time()
-        orphans = not _ends(process.pid)
+        orphans = not _ends(process.pid, moment)
+        gone = time.time()
     except subprocess.TimeoutExpired as error:
         raise AssertionError(f"hangs after:\n{log.read_text()[-4000:]}") from error
     finally:
@@ -66,12 +74,12 @@ def run_script(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert not orphans, "processes are left behind"
-    return Ended(code, log.read_text(), at)
+    return Ended(code, log.read_text(), at, gone)
 
 
-def _ends(group: int) -> bool:
+def _ends(group: int, moment: float) -> bool:
     """Whether all processes end; the other ranks of a script that is done take a moment more."""
-    until = time.monotonic() + _MOMENT_S
+    until = time.monotonic() + moment
     while _group_exists(group):
         if time.monotonic() > until:
             return False

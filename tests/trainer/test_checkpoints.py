@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
 from .lit import WIDTH, Classifier, Options, assert_equal_weights, loader, trainer, weights
@@ -160,3 +161,126 @@ def test_one_module_in_several_pipelines(ranks: Ranks) -> None:
     assert_equal_weights(results[0][0], expected_weights)
     for _, tested in results:
         torch.testing.assert_close(tested, expected_test, rtol=0, atol=1e-10)
+
+
+class Logged(Scheduled):
+    """Batch normalization sees whole batches; logs what checkpoints are chosen by."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+
+def choose_checkpoints(pipeline: Options | None, directory: Path) -> dict[str, Any]:
+    """Train, test the best, go on from the last; give what was kept and what came out."""
+    L.seed_everything(2, verbose=False)
+    module = Logged().double()
+    best = ModelCheckpoint(
+        directory,
+        "{step}-{val_loss:.3f}",
+        monitor="val_loss",
+        every_n_train_steps=2,
+        save_top_k=2,
+        save_last=True,
+    )
+    weights_only = ModelCheckpoint(directory, "weights-{epoch}", save_weights_only=True)
+    options: Options = {"enable_checkpointing": True, "val_check_interval": 2, "max_epochs": 3}
+    run = trainer(pipeline, callbacks=[best, weights_only], **options)
+    run.fit(module, loader(), loader(9, seed=1))
+    kept = {Path(path).name: float(score) for path, score in best.best_k_models.items()}
+    name = Path(best.best_model_path).name
+    tested = run.test(module, loader(20, seed=2), ckpt_path="best", verbose=False)
+    run.fit_loop.max_epochs = 4
+    run.fit(module, loader(), loader(9, seed=1), ckpt_path="last")
+    with pytest.raises(KeyError, match="contains only the model"):
+        trainer(pipeline).fit(Logged(), loader(), ckpt_path=directory / "weights-epoch=2.ckpt")
+    outcome = {"kept": kept, "best": name, "tested": tested, "step": run.global_step}
+    return {**outcome, "weights": weights(module)}
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
+def test_checkpoints_that_callbacks_choose(ranks: Ranks, tmp_path: Path, sharded: bool) -> None:
+    """The same are written, kept and removed as on one device, and found again by name."""
+    (expected,) = ranks.run(1, choose_checkpoints, None, tmp_path / "one")
+
+    pipeline = {"num_microbatches": 1, "save_distributed_checkpoint": sharded}
+    results = ranks.run(2, choose_checkpoints, pipeline, tmp_path / "many")
+
+    one, many = (sorted(p.name for p in (tmp_path / n).iterdir()) for n in ("one", "many"))
+    assert many == one
+    assert len(expected["kept"]) == 2
+    assert all((tmp_path / "many" / name).is_dir() == sharded for name in many)
+    assert_equal_weights(results[0]["weights"], expected["weights"])
+    for result in results:
+        assert result["step"] == expected["step"] == 12
+        assert result["best"] == expected["best"]
+        assert result["kept"] == pytest.approx(expected["kept"], rel=0, abs=1e-10)
+        torch.testing.assert_close(result["tested"], expected["tested"], rtol=0, atol=1e-10)
+    if not sharded:
+        path = tmp_path / "many" / "weights-epoch=2.ckpt"
+        checkpoint = torch.load(path, weights_only=True)
+        by_one = torch.load(tmp_path / "one" / path.name, weights_only=True)
+        assert checkpoint.keys() == by_one.keys()  # no optimizer, no callbacks
+        assert_equal_weights(checkpoint["state_dict"], by_one["state_dict"])
+
+
+class Large(Classifier):
+    """Four layers of 2 MB, and as much again twice for AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Linear(6, 512), *(nn.Linear(512, 512) for _ in range(4)), nn.Linear(512, 3)
+        )
+
+
+class Looks(Callback):
+    """How much of the file is in memory when all is loaded; then the file is lost."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.mapped = 0
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        self.mapped = resident(self._path)  # the weights have been copied
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            os.truncate(self._path, 0)
+        trainer.strategy.barrier()
+
+
+def resident(path: Path) -> int:
+    """Bytes of a mapped file that this process has looked at."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    found = 0
+    for index, line in enumerate(lines):
+        if line.endswith(str(path)):
+            size = next(text for text in lines[index:] if text.startswith("Rss:"))
+            found += 1024 * int(size.split()[1])
+    return found
+
+
+def resume_from_a_file_that_is_lost(path: Path) -> tuple[int, int]:
+    run = trainer({"partition": [1, 1, 1, 3]}, max_epochs=1)
+    run.fit(Large().double(), loader())
+    run.save_checkpoint(path)
+    looks = Looks(path)
+    again = trainer({"partition": [3, 1, 1, 1]}, max_epochs=2, callbacks=[looks])
+    again.fit(Large().double(), loader(), ckpt_path=path)
+    return looks.mapped, again.global_step
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="it tells what is mapped")
+def test_a_rank_reads_its_part_of_a_file_and_keeps_none_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    """What the rank does not own is never read, and a view of the file would kill it here."""
+    results = ranks.run(4, resume_from_a_file_that_is_lost, tmp_path / "large.ckpt")
+
+    layer = 512 * 512 * 8
+    for rank, (mapped, step) in enumerate(results):
+        assert step == 6
+        assert mapped < (2.5 if rank == 0 else 1.5) * layer  # of 12 in the file
+    assert results[0][0] > 1.9 * layer  # else it is not looked at rightly

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from .lit import Classifier, loader, trainer
 from .ranks import Ranks
-from .scripts import run_script
+from .scripts import Ended, run_script
 
 NUM_RANKS, NUM_MICROBATCHES, BATCH_IDX = 3, 4, 1
 LIMIT_S = 10.0
@@ -62,6 +65,15 @@ class Failing(Classifier):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == BATCH_IDX:
             self.fail_in("on_train_batch_start")
+
+
+class Killed(Failing):
+    """Is killed instead, as by a system that is out of memory."""
+
+    def fail_in(self, place: str) -> None:
+        if place == self.place and self.trainer.global_rank == self.rank:
+            print(f"failing at {time.time()}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FailingWhileLate(Failing):
@@ -116,12 +128,73 @@ def test_the_report_is_what_the_user_reads_last(rank: int, place: str, tmp_path:
     ended = run_script(script, str(rank), place, directory=tmp_path, num_ranks=NUM_RANKS)
 
     assert ended.code != 0
-    failed_at = float(re.findall(r"failing at ([\d.]+)", ended.output)[-1])
-    assert ended.at - failed_at < LIMIT_S
+    assert_soon(ended)
     before, last = ended.output.rsplit("Traceback (most recent call last)", 1)
     named = "[rank0]: " if rank == 0 else f"Rank {rank} of {NUM_RANKS} failed:"
     assert named in before[-60:]
     assert_report(re.sub(r"(?m)^\[rank\d\]: ", "", last), rank, place)
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_a_rank_that_is_killed_ends_all(rank: int, tmp_path: Path) -> None:
+    """The neighbours say whom they lost, and where; rank 0, if it can, which one was killed."""
+    script = Path(__file__).with_name("train_until_failure.py")
+
+    ended = run_script(
+        *(script, str(rank), "layer", "killed"),
+        directory=tmp_path,
+        num_ranks=NUM_RANKS,
+        moment=LIMIT_S,
+    )
+
+    assert ended.code != 0
+    assert_soon(ended)
+    neighbour = 1 if rank == 0 else rank - 1
+    assert re.search(
+        rf"PeerLostError: .*(from|to) rank {rank}\b.*\n.* stage {neighbour}, micro-batch \d",
+        ended.output,
+    )
+    if rank > 0:
+        last = ended.output.rstrip().splitlines()[-1]
+        assert re.search(rf"Rank {rank} \(process \d+\) was killed by SIGKILL\.", last)
+
+
+class Sleeping(Failing):
+    """Does not come back from a layer for longer than the others wait."""
+
+    def fail_in(self, place: str) -> None:
+        if place == self.place and self.trainer.global_rank == self.rank:
+            self.place = "nowhere"  # the stage's next layer does not sleep
+            time.sleep(3.5)
+
+
+def stall(rank: int) -> str:
+    pipeline = {"num_microbatches": NUM_MICROBATCHES, "timeout": timedelta(seconds=2)}
+    try:
+        trainer(pipeline).fit(Sleeping(rank, "layer"), loader())
+    except Exception as error:
+        return "".join(traceback.format_exception(error))
+    return "nothing failed"
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_a_rank_that_stalls_ends_all_by_the_timeout(ranks: Ranks, rank: int) -> None:
+    ranks.run(NUM_RANKS, time.time)
+    start = time.monotonic()
+
+    results = ranks.run(NUM_RANKS, stall, rank)
+
+    assert time.monotonic() - start < LIMIT_S
+    for message in results:
+        assert re.search(r"PeerLostError: .* rank \d.*\n.* stage \d, micro-batch \d", message)
+    neighbour = 1 if rank == 0 else rank - 1
+    assert re.search(rf"PeerLostError: .*(from|to) rank {rank}\b", results[neighbour])
+    assert "imed out" in results[neighbour]
+
+
+def assert_soon(ended: Ended) -> None:
+    failed_at = float(re.findall(r"failing at ([\d.]+)", ended.output)[-1])
+    assert ended.gone - failed_at < LIMIT_S
 
 
 def assert_report(message: str, rank: int, place: str) -> None:
