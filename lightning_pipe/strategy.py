@@ -29,8 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe import checks
 from lightning_pipe.assembly import Assembly, Settings
-from lightning_pipe.checkpointing import PipelineCheckpoints
-from lightning_pipe.checkpoints import CheckpointError, PipelineCheckpointIO
+from lightning_pipe.checkpoint import CheckpointError, PipelineCheckpointIO
 from lightning_pipe.clipping import clip_over_pipeline
 from lightning_pipe.coordination import Coordination
 from lightning_pipe.data import load_alike
@@ -46,6 +45,7 @@ from lightning_pipe.runtime.mesh import make_mesh, on_loopback
 from lightning_pipe.runtime.microbatch import find_batch_size
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
+from lightning_pipe.saving import PipelineCheckpoints
 from lightning_pipe.trainer_patches import count_throughput_once
 from lightning_pipe.training import PipelineTraining
 

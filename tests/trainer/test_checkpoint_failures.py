@@ -17,7 +17,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_pipe.checkpoints import CheckpointError, PipelineCheckpointIO, replace
+from lightning_pipe.checkpoint import CheckpointError, PipelineCheckpointIO, replace
 
 from .lit import Classifier, Options, loader, trainer
 from .ranks import Ranks

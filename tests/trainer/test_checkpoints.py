@@ -34,6 +34,7 @@ class Counted(nn.BatchNorm1d):
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
+        self.calls: Tensor
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def test_the_file_is_an_ordinary_one(ranks: Ranks, tmp_path: Path) -> None:
     assert_equal_weights(trained, expected)
 
 
-def train_and_resume(directory: Path, pipeline: Options) -> list[list[dict[str, Any]]]:
+def train_and_resume(directory: Path, pipeline: Options) -> list[dict[str, dict[str, Any]]]:
     """Train four epochs, then the last two again from a file; return what came out of each."""
     outcomes = []
     for resumes in (False, True):
@@ -108,10 +109,18 @@ def test_a_resumed_run_ends_as_if_never_stopped(
             torch.testing.assert_close(resumed[part], expected, rtol=0, atol=0)
 
 
+class Nesting(Classifier):
+    """Adds weights of first and last layer to its checkpoints, in containers of its own."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        first, last = (self.get_parameter(f"model.{index}.weight") for index in (0, 7))
+        checkpoint["ends"] = {"pair": (first.data, [last.data]), "count": 2}
+
+
 def save_after_fit(pipeline: Options | None, directory: Path) -> None:
     L.seed_everything(6, verbose=False)
     run = trainer(pipeline)
-    run.fit(Classifier(), loader())
+    run.fit(Nesting(), loader())
     run.save_checkpoint(directory / "final.ckpt")
 
 
@@ -124,7 +133,7 @@ def test_a_file_saved_after_fit(ranks: Ranks, tmp_path: Path) -> None:
     one, many = (
         torch.load(tmp_path / n / "final.ckpt", weights_only=False) for n in ("one", "many")
     )
-    for part in ("state_dict", "optimizer_states"):
+    for part in ("state_dict", "optimizer_states", "ends"):
         torch.testing.assert_close(many[part], one[part], rtol=0, atol=1e-10)
 
 

@@ -144,7 +144,7 @@ def test_a_rank_that_is_killed_ends_all(rank: int, tmp_path: Path) -> None:
         *(script, str(rank), "layer", "killed"),
         directory=tmp_path,
         num_ranks=NUM_RANKS,
-        moment=LIMIT_S,
+        moment=2 * LIMIT_S,
     )
 
     assert ended.code != 0

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from lightning_pipe.checkpoints import CheckpointError
+from lightning_pipe.checkpoint import CheckpointError
 
 from .lit import Classifier, Options, assert_equal_weights, loader, trainer, weights
 from .ranks import Ranks

@@ -20,7 +20,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipe.checkpoints import (
+from lightning_pipe.checkpoint import (
     CheckpointError,
     by_names,
     consolidate,
