@@ -29,7 +29,13 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_script(tmp_path: Path) -> Callable[..., str]:
     """Run a script outside of the repository; give what it and the ranks it starts print."""
 
-    def run(script: Path, *arguments: str, python_path: str = "", timeout: float = 100.0) -> str:
+    def run(
+        script: Path,
+        *arguments: str,
+        python_path: str = "",
+        timeout: float = 100.0,
+        succeeds: bool = True,
+    ) -> str:
         # A session of its own, so that the ranks can be ended together with the script.
         process = subprocess.Popen(
             [sys.executable, str(script), *arguments],
@@ -46,7 +52,7 @@ def run_script(tmp_path: Path) -> Callable[..., str]:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
             pytest.fail(f"{script.name} was still running after {timeout} s:\n{output}")
-        assert process.returncode == 0, output
+        assert (process.returncode == 0) == succeeds, output
         return output
 
     return run
