@@ -96,11 +96,14 @@ class Assembly:
         self._layers_of = stage_slices(self._sizes)
         self._own_stages = self._placement.stages_of(rank)
         self._first_batch = True
-        self._outside: dict[str, nn.Parameter] = {}
-        self.shared: list[nn.Parameter] = []  # outside the layers
         self._collects = False  # whether rank 0 had the whole model, and gets it back
         self.module = self._found.module
         self.pipeline: Pipeline | None = None
+
+    @property
+    def shared(self) -> list[nn.Parameter]:
+        """The parameters outside the layers, which every rank has."""
+        return [parameter for _, parameter in outside_parameters(self._root, self._found)]
 
     def shard(self, deferred: DeferredTensors | None = None) -> None:
         """Free what other ranks own, and make what all own equal. Collective.
@@ -119,12 +122,28 @@ class Assembly:
         if deferred is not None:
             materialise(self._root, deferred)
         return_freed_memory()
-        outside = outside_parameters(self._root, self._found)
-        self._outside = dict(outside)
-        self.shared = [parameter for _, parameter in outside]
+        self._parameters = self._layers_parameters()
+
+    def settle(self) -> None:
+        """Make what all ranks own equal, and refuse layers that have changed since. Collective.
+
+        Hooks called ``setup`` come between; they may add parameters outside the layers.
+
+        Raises:
+            MisconfigurationException: Layers have changed.
+        """
+        checks.check_unchanged(self._parameters, self._layers_parameters())
         with torch.no_grad():
             for tensor in [*self.shared, *outside_buffers(self._root, self._found)]:
                 dist.broadcast(tensor.data, src=0)
+
+    def _layers_parameters(self) -> dict[str, nn.Parameter]:
+        layers = find_layers(self._root, self._settings.module)
+        return {
+            name: parameter
+            for prefix, layer in zip(layers.names, layers.layers, strict=True)
+            for name, parameter in layer.named_parameters(prefix, remove_duplicate=False)
+        }
 
     def connect(self, transport: Transport, random_states: RandomStates) -> Pipeline:
         """Let the pipelined module's calls go through the pipeline.
@@ -183,7 +202,8 @@ class Assembly:
     def check_batch(self, batch: Any) -> None:
         """Refuse a first batch that is too small; a later one may be short."""
         if self._timing.continuous:
-            checks.check_outside([name for name, p in self._outside.items() if p.requires_grad])
+            outside = outside_parameters(self._root, self._found)
+            checks.check_outside([name for name, p in outside if p.requires_grad])
         if self._first_batch and not hasattr(self._root, "split_batch"):
             batch_size = find_batch_size(batch)
             checks.check_batch_size(batch_size, self._settings.num_microbatches)

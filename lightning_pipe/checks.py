@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -285,12 +285,44 @@ def check_tied(pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def check_batchnorm(deferred: bool, layers: Sequence[nn.Module]) -> None:
-    """Warn of deferred statistics where there is no layer that has any."""
-    modules = (module for layer in layers for module in layer.modules())
+    """Refuse statistics over all ranks, and warn of deferred ones where no layer has any.
+
+    Args:
+        deferred: Whether running statistics are to be deferred.
+        layers: Which are cut into stages.
+
+    Raises:
+        MisconfigurationException: There is an ``nn.SyncBatchNorm``.
+    """
+    modules = [module for layer in layers for module in layer.modules()]
+    if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+        raise MisconfigurationException(
+            "The layers have an nn.SyncBatchNorm, which would mix the statistics of the ranks, but "
+            "these run different layers. Use nn.BatchNorm1d, 2d or 3d."
+        )
     if deferred and not any(isinstance(module, _BatchNorm) for module in modules):
         rank_zero_warn(
             "PipelineStrategy(deferred_batchnorm=True), but the layers have no BatchNorm: "
             "it has no effect."
+        )
+
+
+def check_unchanged(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> None:
+    """Refuse layers that have changed since they were cut into stages.
+
+    Args:
+        before: Their parameters by name, as they were.
+        now: As they are.
+
+    Raises:
+        MisconfigurationException: They have.
+    """
+    names = [n for n in {**before, **now} if before.get(n) is not now.get(n)]
+    if names:
+        raise MisconfigurationException(
+            f"Parameters of layers were replaced in `setup`, of the module or of a callback: "
+            f"{', '.join(map(repr, names[:5]))}{' ...' if len(names) > 5 else ''}. By then the "
+            "model is cut into stages. Change layers in `__init__` or in `configure_model`."
         )
 
 

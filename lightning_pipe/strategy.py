@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
@@ -218,8 +219,8 @@ class PipelineStrategy(PipelineProcesses):
         self._guard = FailureGuard()
         self._guard.connect(self.global_rank, self._num_ranks, self._drop_connections)
         self._awaits_layers = is_overridden("configure_model", module)
-        if not self._awaits_layers:
-            self._shard()
+        if not self._awaits_layers:  # before callbacks' `setup`, which copy the module
+            self._shard(early=True)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -234,22 +235,29 @@ class PipelineStrategy(PipelineProcesses):
                 yield
         self._shard(deferred)
 
-    def _shard(self, deferred: DeferredTensors | None = None) -> Assembly:
-        """Cut the model, once its layers exist."""
-        if self._assembly is None:
-            assert self.lightning_module is not None
-            self._assembly = Assembly(
-                self.lightning_module, self._settings, self.global_rank, self._num_ranks
-            )
-            self._assembly.shard(deferred)
-        return self._assembly
+    def _shard(self, deferred: DeferredTensors | None = None, early: bool = False) -> None:
+        """Cut the model, once its layers exist; later, if its `setup` may build them."""
+        module = self.lightning_module
+        if self._assembly is not None or module is None:
+            return
+        try:
+            assembly = Assembly(module, self._settings, self.global_rank, self._num_ranks)
+        except MisconfigurationException:
+            if early and is_overridden("setup", module):
+                return
+            raise
+        self._assembly = assembly
+        assembly.shard(deferred)
 
     def setup(self, trainer: Trainer) -> None:
         """Build this rank's end of the pipeline."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        assembly = self._shard()
+        self._shard()
+        assembly = self._assembly
+        assert assembly is not None
+        assembly.settle()
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         seed, states = self._shared_randomness()

@@ -33,9 +33,9 @@ class SweepJobs:
         Returns:
             Whether there is one.
         """
-        job = _job_folder()
-        if job is None or job == self._job:
-            return job is not None
+        config = _job()
+        if config is None or config.runtime.output_dir == self._job:
+            return config is not None
         if self._job is not None:
             for name, value in self._before.items():
                 if value is None:
@@ -44,7 +44,8 @@ class SweepJobs:
                     os.environ[name] = value
             if dist.is_initialized():
                 dist.destroy_process_group()
-        self._job, self._before = job, {name: os.environ.get(name) for name in _VARIABLES}
+        self._job = config.runtime.output_dir
+        self._before = {name: os.environ.get(name) for name in _VARIABLES}
         return True
 
 
@@ -54,14 +55,12 @@ def command(local_rank: int) -> tuple[Sequence[str], str]:
     Args:
         local_rank: On this machine.
     """
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.utils import get_original_cwd, to_absolute_path
-
     import __main__
 
-    config = HydraConfig.get()
+    config = _job()
+    started_in = str(config.runtime.cwd)
     if __main__.__spec__ is None:
-        script = [to_absolute_path(sys.argv[0])]
+        script = [os.path.join(started_in, sys.argv[0])]
     else:
         script = ["-m", __main__.__spec__.name]
     return [
@@ -73,7 +72,7 @@ def command(local_rank: int) -> tuple[Sequence[str], str]:
         f"hydra.job.num={config.job.num}",
         f"hydra.job.id={config.job.id}",
         "hydra.output_subdir=null",  # the job's process has written the configuration
-    ], get_original_cwd()
+    ], started_in
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[str]:
@@ -86,11 +85,10 @@ def _flags(arguments: Sequence[str]) -> Iterator[str]:
             yield argument
 
 
-def _job_folder() -> str | None:
-    hydra_config: Any = sys.modules.get("hydra.core.hydra_config")
-    if hydra_config is None or not hydra_config.HydraConfig.initialized():
+def _job() -> Any:
+    """Hydra's configuration of the running job of a sweep; `None` if there is no sweep."""
+    module: Any = sys.modules.get("hydra.core.hydra_config")  # not there: nobody uses Hydra
+    if module is None or not module.HydraConfig.initialized():
         return None
-    config = hydra_config.HydraConfig.get()
-    if config.mode is None or config.mode.name != "MULTIRUN":
-        return None
-    return str(config.runtime.output_dir)
+    config = module.HydraConfig.get()
+    return config if config.mode is not None and config.mode.name == "MULTIRUN" else None
