@@ -397,29 +397,21 @@ class PipelineStrategy(PipelineProcesses):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; its pipelined calls go through the stages."""
-        assert self.lightning_module is not None
-        step, context = (
-            self.lightning_module.validation_step,
-            self.precision_plugin.val_step_context,
-        )
-        with self._guard.watching():
-            return self._evaluation.step("validation", "val", context, step, args)
+        return self._evaluate("validation_step", "validation", "val", args)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
-        assert self.lightning_module is not None
-        step = self.lightning_module.test_step
-        context = self.precision_plugin.test_step_context
-        with self._guard.watching():
-            return self._evaluation.step("test", "test", context, step, args)
+        return self._evaluate("test_step", "test", "test", args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
-        assert self.lightning_module is not None
-        step = self.lightning_module.predict_step
-        context = self.precision_plugin.predict_step_context
+        return self._evaluate("predict_step", "prediction", "predict", args)
+
+    def _evaluate(self, hook: str, activity: str, prefix: str, args: tuple[Any, ...]) -> Any:
+        step = getattr(self.lightning_module, hook)
+        context = getattr(self.precision_plugin, f"{prefix}_step_context")
         with self._guard.watching():
-            return self._evaluation.step("prediction", "predict", context, step, args)
+            return self._evaluation.step(activity, prefix, context, step, args)
 
     def on_validation_start(self) -> None:
         """Prepare to share logged values where only the last rank has outputs."""

@@ -67,7 +67,9 @@ class Recomputation:
     def _first(self, before: dict[nn.Module, _Buffers]) -> Iterator[None]:
         """Copy the buffers that a run changes.
 
-        A change of one of a module's stands for all: BatchNorm's kernels do not tell of theirs.
+        A change of one of a module's stands for all: BatchNorm's kernels do not tell of theirs. Where
+        a module changes buffers in place that it has left alone so far, it is too late for that
+        run: its second one finds them changed.
         """
         copies = {module: _copies(module._buffers) for module in self._changing}
         found = [(module, dict(module._buffers), _edits(module)) for module in self._modules]
@@ -77,7 +79,7 @@ class Recomputation:
             same = all(module._buffers.get(name) is buffer for name, buffer in buffers.items())
             if not same or _edits(module) != edits:
                 changed.add(module)
-                before[module] = copies.get(module) or _copies(module._buffers)
+                before[module] = copies.get(module) or _copies(buffers)
         if len(self._changing) == len(self._modules):
             self._changing = changed
         self._changing |= changed

@@ -38,6 +38,20 @@ class Calls(nn.Module):
         return x * (1 + self.calls / 8)
 
 
+class Late(nn.Module):
+    """Replaces a buffer, at first in the second batch: where a micro-batch has two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.factor
+        if len(x) == 2:
+            self.factor = self.factor + 0.5
+        return x
+
+
 class Channels(nn.Module):
     """A layer for images, on rows that are taken for images."""
 
@@ -109,6 +123,7 @@ STATEFUL = {
     ),
     "buffer changed in place": lambda: Calls(in_place=True),
     "buffer replaced": lambda: Calls(in_place=False),
+    "buffer replaced, late": Late,
     "spectral norm": lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),
 }
 
