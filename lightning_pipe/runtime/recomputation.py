@@ -65,21 +65,23 @@ class Recomputation:
 
     @contextmanager
     def _first(self, before: dict[nn.Module, _Buffers]) -> Iterator[None]:
-        """Copy the buffers that a run changes.
+        """Note the buffers as they are before a run, as copies where runs change them.
 
-        A change of one of a module's stands for all: BatchNorm's kernels do not tell of theirs. Where
-        a module changes buffers in place that it has left alone so far, it is too late for that
-        run: its second one finds them changed.
+        A change of one of a module's stands for all: BatchNorm's kernels do not tell of theirs.
+        Where a module changes buffers in place that it has left alone so far, it is too late for
+        what is in flight: its second run finds them changed.
         """
-        copies = {module: _copies(module._buffers) for module in self._changing}
-        found = [(module, dict(module._buffers), _edits(module)) for module in self._modules]
+        found = {module: (dict(module._buffers), _edits(module)) for module in self._modules}
+        for module, (buffers, _) in found.items():
+            before[module] = _copies(buffers) if module in self._changing else buffers
         yield
         changed: set[nn.Module] = set()
-        for module, buffers, edits in found:
+        for module, (buffers, edits) in found.items():
             same = all(module._buffers.get(name) is buffer for name, buffer in buffers.items())
             if not same or _edits(module) != edits:
                 changed.add(module)
-                before[module] = copies.get(module) or _copies(buffers)
+        for module in changed - self._changing:
+            before[module] = _copies(before[module])
         if len(self._changing) == len(self._modules):
             self._changing = changed
         self._changing |= changed
@@ -89,7 +91,7 @@ class Recomputation:
         """Let a run find the buffers as the first one did, and leave them as they are now."""
         now = {module: dict(module._buffers) for module in before}  # other runs may have followed
         for module, buffers in before.items():
-            module._buffers.update(_copies(buffers))
+            module._buffers.update(_copies(buffers) if module in self._changing else buffers)
         try:
             with self._around_again():
                 yield
