@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
 
+from lightning_pipe.checkpoint import PipelineCheckpointIO
 from lightning_pipe.loss_scaling import scaler_of
 from lightning_pipe.schedule import (
     SCHEDULES,
@@ -251,6 +253,20 @@ def warn_of_clipping(trainer: Trainer) -> None:
             f"gradient_clip_val={trainer.gradient_clip_val} with an asynchronous schedule clips by "
             "the norm of each stage's gradients, not of the whole model's: stages are updated at "
             "different times."
+        )
+
+
+def check_checkpoint_io(io: CheckpointIO, saves_directories: bool) -> None:
+    """Refuse a way of writing files where directories are written.
+
+    Raises:
+        MisconfigurationException: It is the user's, and would never be called.
+    """
+    if saves_directories and type(io) is not PipelineCheckpointIO:
+        raise MisconfigurationException(
+            f"PipelineStrategy(save_distributed_checkpoint=True) with {type(io).__name__}: a "
+            "CheckpointIO writes files, but each rank writes its part of a directory. Remove the "
+            "plugin, or use save_distributed_checkpoint=False."
         )
 
 

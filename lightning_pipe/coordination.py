@@ -7,7 +7,10 @@ to stop says so in the same message; the last rank tells rank 0 with its word on
 training that message goes ahead of a pipelined call, and the last rank tells all with the output.
 
 The signal of a SLURM job that is about to end is one of these decisions: all ranks save and requeue
-after the batch with which rank 0 has told them. It may come to all ranks, and rank 0's counts.
+after the batch with which rank 0 has told them. It may come to all ranks, and rank 0's counts. One
+that comes in a validation is acted on with the next training batch; after the last one there is
+nothing left to requeue for. Outside `fit` no checkpoint is saved: the ranks cannot meet wherever
+they happen to be, and there is no progress to keep; rank 0 warns.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipe import trainer_patches as patches
 from lightning_pipe.runtime.rounds import Wishes
@@ -61,9 +64,10 @@ class Coordination:
         self._requeue_is_decided: Callable[[], bool] = lambda: False
         self._decisions: tuple[bool, ...] | None = None  # in the order of the clocks
         self._clocks = _clocks(trainer, strategy)
+        self._fits = trainer.state.fn == TrainerFn.FITTING
         self._undo = [patches.take_sigterm(trainer, self._take_signal)]
         self._undo.append(patches.take_requeue_signal(trainer, self._take_requeue_signal))
-        if trainer.state.fn == TrainerFn.FITTING and patches.requeues(trainer):
+        if self._fits and patches.requeues(trainer):
             self._clocks.append(_Clock(lambda: self._requeue_asked, self._install_requeue))
         for index, clock in enumerate(self._clocks):
             self._undo.append(clock.install(partial(self._decision, index)))
@@ -96,6 +100,11 @@ class Coordination:
         self.asked = True
 
     def _take_requeue_signal(self) -> None:
+        if not self._fits and not self._requeue_asked:
+            rank_zero_warn(
+                "SLURM has sent its signal, and this job is neither saved nor requeued: the ranks "
+                "of a pipeline do so in `fit` only. Give it more time, or submit it again."
+            )
         self._requeue_asked = True
 
     def _install_requeue(self, decide: Callable[[], bool | None]) -> patches.Undo:

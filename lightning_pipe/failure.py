@@ -94,8 +94,7 @@ class FailureGuard:
 
     def _report(self, error: BaseException) -> None:
         """Publish this error, or complete it if it is only a consequence of another rank's."""
-        consequence = isinstance(error, PeerLostError) or "gloo" in str(error)
-        report = self._report_of_another_rank() if consequence else None
+        report = self._report_of_another_rank() if _is_consequence(error) else None
         if report is None:
             self._publish(error)
         else:
@@ -121,6 +120,12 @@ class FailureGuard:
             self._store.add(_READERS, 1)
             return None if report.startswith(f"Rank {self._rank} ") else report
         return None
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether this is how torch says that a connection to another rank is gone."""
+    of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return isinstance(error, PeerLostError) or (of_torch and "gloo" in str(error))
 
 
 def _nothing() -> None:

@@ -1,30 +1,31 @@
 """Run the Trainer's function in processes of its own, and bring back what comes of it.
 
 That is for notebooks, which cannot be run again as a script is. Each process does what a rank that
-was started as a script does, its callbacks' handling of exceptions included. The weights come back
-in a file, all else through a pipe.
+was started as a script does, its callbacks' handling of exceptions included. All that comes back is
+in files, which are read when the processes have ended well: nobody waits for a writer that is gone.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _check_bad_cuda_fork,
     _check_missing_main_guard,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -43,8 +44,9 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 from lightning_pipe import trainer_patches as patches
 
 _CONVERTING = DoublePrecision, HalfPrecision
-_LOOK_S = 0.1
-_GRACE_S = 3.0  # for the others to say why they end, once a rank has failed; twice
+# For the others to say why they end, once a rank has failed: torch waits so long before it
+# terminates them, and so long again before it kills them.
+_GRACE_S = 3.0
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
@@ -59,6 +61,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def __init__(self, strategy: ParallelStrategy, start_method: Literal["fork", "spawn"]) -> None:
         super().__init__(strategy, start_method)
         self._undo: list[patches.Undo] = []
+        self._results = Path()  # of the run under way; rank 0 writes the file
+        self._fit_failed = False  # so this process has the weights from before it
+        self._lacks = ""  # what this process has not, although a rank has it
 
     def launch(
         self,
@@ -89,25 +94,56 @@ class ProcessLauncher(_MultiProcessingLauncher):
         strategy = self._strategy
         assert strategy.cluster_environment is not None
         os.environ["MASTER_PORT"] = str(strategy.cluster_environment.main_port)  # one for all ranks
-        queue = mp.get_context(self._start_method).SimpleQueue()
         states = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-        processes = start_processes(  # type: ignore[no-untyped-call]
-            self._wrapping_function,
-            args=(trainer, function, args, kwargs, queue, states),
-            nprocs=strategy.num_processes,  # type: ignore[attr-defined]
-            start_method=self._start_method,
-            join=False,
-        )
-        self.procs = processes.processes
-        try:
-            output = _wait_for(processes, queue)
-        except BaseException:
-            _end(self.procs)
-            self._undo.append(patches.save_no_checkpoint(trainer))  # the ranks have, if they could
-            raise
-        self._already_fit |= trainer.state.fn == TrainerFn.FITTING
+        fits = trainer.state.fn == TrainerFn.FITTING
+        self._fit_failed |= fits
+        with tempfile.TemporaryDirectory() as directory:
+            self._results = Path(directory, "results")
+            processes = start_processes(  # type: ignore[no-untyped-call]
+                self._wrapping_function,
+                args=(trainer, function, args, kwargs, _NoQueue(), states),
+                nprocs=strategy.num_processes,  # type: ignore[attr-defined]
+                start_method=self._start_method,
+                join=False,
+            )
+            self.procs = processes.processes
+            try:
+                output = _wait_for(processes, self._results)
+            except BaseException:
+                _end(self.procs)
+                undo = patches.save_no_checkpoint(trainer)  # the ranks have, if they could
+                self._undo.append(undo)
+                raise
+        if fits:
+            self._already_fit, self._fit_failed = True, False
         self._recover_results_in_main_process(output, trainer)
-        return _from_bytes(output.trainer_results)
+        return output.trainer_results
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
+    ) -> None:
+        """Write an ordinary file in the calling process, where the weights are after a run.
+
+        On the first node only: the other ones do not have them.
+
+        Args:
+            checkpoint: What the calling process has: no state of optimizers, as these are gone.
+            filepath: Of the file.
+            storage_options: For the `CheckpointIO`.
+
+        Raises:
+            MisconfigurationException: The weights are not here.
+        """
+        if self._strategy.node_rank != 0:
+            return
+        failed = "the last fit has failed, and its weights are gone" if self._fit_failed else ""
+        if reason := failed or self._lacks:
+            raise MisconfigurationException(
+                f"{filepath} was not written: {reason}. Let a ModelCheckpoint callback save "
+                "while the ranks train."
+            )
+        io = self._strategy.checkpoint_io
+        io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def close(self) -> None:
         """Give Lightning its own ways back."""
@@ -165,11 +201,15 @@ class ProcessLauncher(_MultiProcessingLauncher):
         )
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
-        output = super()._collect_rank_zero_results(trainer, _as_bytes(results))
-        if output is None or output.weights_path is None or output.extra["whole"]:
-            return output
-        self._strategy.checkpoint_io.remove_checkpoint(output.weights_path)
-        return output._replace(weights_path=None)
+        """Write a file of what the calling process gets; Lightning's queue has nothing to carry."""
+        output = super()._collect_rank_zero_results(trainer, results)
+        if output is None:
+            return None
+        if output.weights_path is not None and not output.extra["whole"]:
+            self._strategy.checkpoint_io.remove_checkpoint(output.weights_path)
+            output = output._replace(weights_path=None)
+        torch.save(output, self._results)
+        return None
 
     def _recover_results_in_main_process(
         self, worker_output: _WorkerOutput, trainer: Trainer
@@ -185,7 +225,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
         return {
             **super().get_extra_results(trainer),
-            "report": _as_bytes(self._strategy.report),  # type: ignore[attr-defined]
+            "report": self._strategy.report,  # type: ignore[attr-defined]
             "whole": not any(tensor.is_meta for tensor in tensors),
             "num_weights": len(state),
         }
@@ -193,35 +233,46 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         """Take in the calling process what `get_extra_results` gave."""
         super().update_main_process_results(trainer, extra)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        self._strategy.report = _from_bytes(extra["report"])  # type: ignore[attr-defined]
-        module = trainer.lightning_module
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            self._strategy.report = extra["report"]  # type: ignore[attr-defined]
+        if self._strategy.node_rank != 0:
+            return  # the whole model is on global rank 0
+        module, self._lacks = trainer.lightning_module, ""
         if not extra["whole"] or extra["num_weights"] > len(module.state_dict()):
+            self._lacks = (
+                f"the layers of {type(module).__name__} are built in `configure_model`, in the "
+                "processes of the ranks, and here they are not"
+            )
+        if fits and self._lacks:
             rank_zero_warn(
-                f"The weights of {type(module).__name__} were not all brought back to the process "
-                "that called fit: its layers are built in `configure_model`, in the processes of "
-                "the ranks, and here they are not. Save a checkpoint and load it, e.g. "
-                "Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)."
+                "The weights were not all brought back to the process that called fit: "
+                f"{self._lacks}. Save a checkpoint with a ModelCheckpoint callback and load it, "
+                "e.g. Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)."
             )
 
 
-def _wait_for(processes: ProcessContext, queue: Any) -> _WorkerOutput:
-    """Wait for all processes, and take rank 0's output while it lives: a pipe holds 64 KiB."""
-    output = None
+class _NoQueue:
+    """Takes the place of the queue that Lightning's launcher has."""
+
+    def put(self, _: None) -> None:
+        """Do nothing: all is in a file."""
+
+
+def _wait_for(processes: ProcessContext, results: Path) -> _WorkerOutput:
+    """Wait for all processes, and read what rank 0 has written."""
     try:
-        while not processes.join(timeout=_LOOK_S, grace_period=_GRACE_S):
-            if output is None and not queue.empty():
-                output = queue.get()
+        while not processes.join(grace_period=_GRACE_S):
+            pass
     except ProcessExitedException as error:
         for report in _reports(processes.error_files):
             error.add_note(f"\nWhat another rank said when this one was gone:\n\n{report}")
             break
         raise
-    if output is None and not queue.empty():
-        output = queue.get()
-    if output is None:  # they have ended without an error, but before they came to the end
+    if not results.exists():  # they have ended without an error, but before they came to the end
         raise SIGTERMException
+    # Rank 0's GPU is not for this process, which must be able to fork again.
+    output = torch.load(results, map_location="cpu", weights_only=False)
     assert isinstance(output, _WorkerOutput)
     return output
 
@@ -247,14 +298,3 @@ def _end(processes: Sequence[Any]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-
-
-def _as_bytes(results: Any) -> bytes:
-    """Tensors as bytes: through a queue they would be shared with a process that ends."""
-    buffer = io.BytesIO()
-    torch.save(results, buffer)
-    return buffer.getvalue()
-
-
-def _from_bytes(results: bytes) -> Any:
-    return torch.load(io.BytesIO(results), weights_only=False)

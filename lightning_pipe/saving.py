@@ -6,8 +6,6 @@ other, or without a pipeline.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,20 +15,18 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe.checkpoint import (
-    CheckpointError,
     by_names,
     consolidate,
-    existing,
-    is_directory_checkpoint,
-    local_path,
+    is_absent,
     own_state,
-    read_directory,
-    remove_directory,
+    read_checkpoint,
+    remove_checkpoint,
+    tensors_in,
     together,
+    with_tensors,
     write_directory,
 )
 
@@ -68,33 +64,26 @@ class PipelineCheckpoints:
 
         Raises:
             CheckpointError: On all ranks; what was there before is still there.
+            MisconfigurationException: On all ranks; a directory cannot be written there.
         """
-        checkpoint = {**checkpoint}
         if "optimizer_states" in checkpoint:
             states = zip(checkpoint["optimizer_states"], self._optimizers(), strict=False)
-            checkpoint["optimizer_states"] = [own_state(*each) for each in states]
-        if not self._saves_directories:
-            consolidate(checkpoint)
-            together(filepath, lambda: self._write_file(checkpoint, filepath, storage_options))
+            checkpoint = {**checkpoint, "optimizer_states": [self._own(*each) for each in states]}
+        if self._saves_directories:
+            write_directory(checkpoint, filepath, storage_options)
             return
-        paths: list[Any] = [filepath]
-        dist.broadcast_object_list(paths)
-        directory = local_path(paths[0])
-        if directory is None or storage_options is not None:
-            raise CheckpointError(
-                paths[0],
-                0,
-                f"save_distributed_checkpoint=True, storage_options={storage_options}: directories "
-                "are written to disks of this machine that all ranks see, without options; choose "
-                "such a path, or ordinary files",
-            )
-        if "optimizer_states" in checkpoint:
-            states = zip(checkpoint["optimizer_states"], self._optimizers(), strict=False)
-            checkpoint["optimizer_states"] = [by_names(*each, self._module) for each in states]
-        write_directory(checkpoint, directory)
+        whole = consolidate(checkpoint)
+        together(filepath, lambda: self._write_file(whole, filepath, storage_options))
+
+    def _own(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        own = own_state(state, optimizer)
+        return by_names(own, optimizer, self._module) if self._saves_directories else own
 
     def _write_file(self, checkpoint: dict[str, Any], filepath: _PATH, options: Any) -> None:
         if dist.get_rank() == 0:
+            lost = [path for path, tensor in tensors_in(checkpoint) if tensor.is_meta]
+            if lost:  # added by a hook, on this rank only
+                raise RuntimeError(f"no rank has the values of {lost}; let all ranks add them")
             self._io().save_checkpoint(checkpoint, filepath, storage_options=options)
 
     def load(self, path: _PATH, weights_only: bool | None, with_optimizers: bool) -> dict[str, Any]:
@@ -108,28 +97,20 @@ class PipelineCheckpoints:
         Returns:
             A checkpoint; parts of other ranks are on the meta device, or views of the file.
         """
-        state = self._module.state_dict()
-        absent = {name for name, value in state.items() if _is_meta(value)}
-        place = local_path(path)
-        self._is_copied = place is not None and existing(place).is_dir()
-        if place is not None and self._is_copied:
-            if not is_directory_checkpoint(existing(place)):
-                raise FileNotFoundError(
-                    f"{path} is a directory without a checkpoint in it: the file .metadata, which "
-                    "`torch.distributed.checkpoint` writes, is missing. Give the path of a "
-                    "checkpoint."
-                )
-            checkpoint = read_directory(place, absent, weights_only, with_optimizers)
-            weights = OrderedDict(checkpoint["state_dict"])
-            weights._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
-            checkpoint["state_dict"] = weights  # with the versions of the modules
-            return checkpoint
-        checkpoint = self._io().load_checkpoint(path, weights_only=weights_only)
-        kept_for_later = "state_dict", "optimizer_states"  # copied where they are loaded
-        return {
-            key: value if key in kept_for_later else _copy(value, absent)
-            for key, value in checkpoint.items()
-        }
+        weights = self._module.state_dict()
+        checkpoint, self._is_copied = read_checkpoint(
+            path, self._io(), weights, weights_only, with_optimizers
+        )
+        return checkpoint
+
+    def forget_absent_states(self) -> None:
+        """Let the optimizers have states of this rank's parameters only.
+
+        Adagrad, for one, begins with a state for all of them.
+        """
+        for optimizer in self._optimizers():
+            for key in [key for key in optimizer.state if is_absent(key)]:
+                del optimizer.state[key]
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], device: torch.device) -> None:
         """Load the optimizer states of this rank's parameters.
@@ -138,35 +119,14 @@ class PipelineCheckpoints:
             checkpoint: What `load` gave.
             device: Where they go.
         """
-        for optimizer, state in zip(
-            self._optimizers(), checkpoint["optimizer_states"], strict=True
-        ):
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self._optimizers(), states, strict=True):
             own = own_state(state, optimizer)
-            # A file may be replaced while its views are in use.
-            optimizer.load_state_dict(own if self._is_copied else _copy(own, frozenset()))
+            if not self._is_copied:  # a file may be replaced while its views are in use
+                own = with_tensors(own, lambda _, tensor: tensor.clone())
+            optimizer.load_state_dict(own)
             _optimizer_to_device(optimizer, device)
 
     def remove(self, path: _PATH) -> None:
         """Remove a checkpoint, on rank 0."""
-        place = local_path(path)
-        if place is not None and is_directory_checkpoint(place) and not place.is_symlink():
-            remove_directory(place)
-        else:
-            self._io().remove_checkpoint(path)
-
-
-def _copy(tree: Any, absent: frozenset[str] | set[str]) -> Any:
-    """Copies of all tensors but those under the name of a weight that another rank owns."""
-    if isinstance(tree, Tensor):
-        return tree.clone()
-    if type(tree) in (dict, OrderedDict):
-        own = copy.copy(tree)  # with the versions that a state dict may have
-        own.update({k: v if k in absent else _copy(v, absent) for k, v in tree.items()})
-        return own
-    if type(tree) in (list, tuple):
-        return type(tree)(_copy(item, absent) for item in tree)
-    return tree
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
+        remove_checkpoint(path, self._io())

@@ -60,7 +60,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if not environment.creates_processes_externally:
             with started_by(sweeps.command) if in_sweep else nullcontext():
                 self._call_children_scripts()
-            self._watch = _Watch(self.procs)
+            self._watch = _Watch(self.procs, self._first_rank)
             self._watch.start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
@@ -76,24 +76,33 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         until = time.monotonic() + _CHILDREN_WAIT_S
         while any(child.poll() is None for child in self.procs) and time.monotonic() < until:
             time.sleep(0.05)
-        killed = _killed(self.procs)
+        killed = _killed(self.procs, self._first_rank)
         for child in self.procs:
             if child.poll() is None:
                 child.kill()
                 child.wait()
         return killed
 
+    @property
+    def _first_rank(self) -> int:
+        """Of this machine: this process, if it has started the others."""
+        return int(self.cluster_environment.node_rank()) * self.num_processes
+
 
 class _Watch(threading.Thread):
     """Kills all ranks, this process included, some time after one of the others has failed.
+
+    Args:
+        children: The other ranks of this machine, in order.
+        first_rank: Of this process.
 
     Attributes:
         stopped: Set when this process takes care of it.
     """
 
-    def __init__(self, children: Sequence[subprocess.Popen[Any]]) -> None:
+    def __init__(self, children: Sequence[subprocess.Popen[Any]], first_rank: int) -> None:
         super().__init__(daemon=True, name="lightning-pipe-ranks")
-        self._children = children
+        self._children, self._first_rank = children, first_rank
         self.stopped = threading.Event()
 
     def run(self) -> None:
@@ -109,14 +118,16 @@ class _Watch(threading.Thread):
     def _give_time(self) -> None:
         if self.stopped.wait(_GRACE_S):
             return
-        failed = _killed(self._children) or [
+        first = self._first_rank
+        failed = _killed(self._children, first) or [
             f"Rank {rank} (process {child.pid}) failed with exit code {child.returncode}."
-            for rank, child in enumerate(self._children, 1)
+            for rank, child in enumerate(self._children, first + 1)
             if child.returncode
         ]
         print(
             *failed,
-            f"Rank 0 has not ended within {_GRACE_S:.0f} s since, so all ranks are killed.",
+            f"Rank {first} has not ended within {_GRACE_S:.0f} s since, so all ranks "
+            "of this machine are killed.",
             file=sys.stderr,
             flush=True,
         )
@@ -125,9 +136,16 @@ class _Watch(threading.Thread):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _killed(children: Sequence[subprocess.Popen[Any]]) -> list[str]:
+def _killed(children: Sequence[subprocess.Popen[Any]], first_rank: int) -> list[str]:
     return [
-        f"Rank {rank} (process {child.pid}) was killed by {signal.Signals(-child.returncode).name}."
-        for rank, child in enumerate(children, 1)
+        f"Rank {rank} (process {child.pid}) was killed by {_signal_name(-child.returncode)}."
+        for rank, child in enumerate(children, first_rank + 1)
         if child.returncode is not None and child.returncode < 0
     ]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"

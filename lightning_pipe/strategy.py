@@ -38,6 +38,7 @@ from lightning_pipe.evaluation import PipelineEvaluation
 from lightning_pipe.failure import FailureGuard
 from lightning_pipe.loss_scaling import SharedScaler, scaler_of
 from lightning_pipe.partition import DeferredTensors
+from lightning_pipe.process_launcher import ProcessLauncher
 from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.relay import StepLogs
 from lightning_pipe.report import PipelineReport
@@ -203,6 +204,7 @@ class PipelineStrategy(PipelineProcesses):
         checks.check_precision(self.precision_plugin, settings.schedule, settings.weight_stashing)
         checks.check_module(module, module.trainer.state.fn == TrainerFn.FITTING)
         checks.check_trainer(module.trainer)
+        checks.check_checkpoint_io(self.checkpoint_io, self._saves_distributed_checkpoint)
         with on_loopback(self.num_nodes):
             _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
             self._mesh = self._mesh or make_mesh(torch.device("cpu"), self._num_ranks)
@@ -230,7 +232,7 @@ class PipelineStrategy(PipelineProcesses):
                 yield
                 return
             self._awaits_layers = False
-            deferred = DeferredTensors(self.root_device)
+            deferred = DeferredTensors()
             with deferred.recording():
                 yield
         self._shard(deferred)
@@ -274,9 +276,7 @@ class PipelineStrategy(PipelineProcesses):
         if trainer.state.fn == TrainerFn.FITTING:
             with checks.expecting_one_optimizer():
                 self.setup_optimizers(trainer)
-            for optimizer in self.optimizers:  # Adagrad begins with a state for all parameters
-                for parameter in [p for p in optimizer.state if p.is_meta]:
-                    del optimizer.state[parameter]
+            self._checkpoints.forget_absent_states()
             checks.check_optimizers(self.optimizers, scaler_of(self.precision_plugin) is not None)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -461,6 +461,9 @@ class PipelineStrategy(PipelineProcesses):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
     ) -> None:
         """Write one ordinary checkpoint on rank 0, or a directory on all. Collective."""
+        if isinstance(self.launcher, ProcessLauncher):  # this process is none of the ranks
+            self.launcher.save_checkpoint(checkpoint, filepath, storage_options)
+            return
         self._notice_interruption()
         if self._guard.failed:
             rank_zero_warn(f"{filepath} was not written: a rank of the pipeline has failed.")
@@ -469,7 +472,8 @@ class PipelineStrategy(PipelineProcesses):
         with self._guard.watching():
             try:
                 self._checkpoints.save(checkpoint, filepath, storage_options)
-            except CheckpointError as failure:  # on all ranks: none waits for another
+            except (CheckpointError, MisconfigurationException) as failure:
+                # On all ranks: none waits for another.
                 error = failure
         if error is not None:
             raise error
@@ -494,6 +498,8 @@ class PipelineStrategy(PipelineProcesses):
 
     def _notice_interruption(self) -> None:
         """Callbacks learn of an exception before this strategy does; the others may be training."""
+        if isinstance(self.launcher, ProcessLauncher):  # this process is none of the ranks
+            return
         error, module = sys.exception(), self.lightning_module
         status = module.trainer.state.status if module is not None else None
         if error is not None and status == TrainerStatus.INTERRUPTED:

@@ -1,7 +1,8 @@
 """The few private parts of Lightning that a pipeline must change, each with its reason.
 
-Every patch checks that what it changes is there, and is made on an instance, never on a class; one
-lasts only as long as ranks are being started, and is made on a module.
+Every patch checks that what it changes is there. They are made on instances, but for two that have
+none: `started_by` changes a module while ranks are being started, and `tell_parameters_apart` the
+class BaseFinetuning for as long as a fit lasts.
 """
 
 from __future__ import annotations

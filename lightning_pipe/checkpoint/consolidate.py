@@ -7,36 +7,51 @@ one is the union.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Path = tuple[Any, ...]
+from lightning_pipe.checkpoint.tensors import KeyPath, tensors_in, with_tensors
 
 
-def consolidate(checkpoint: dict[str, Any]) -> None:
-    """Complete rank 0's checkpoint with what the other ranks own. Collective.
+def consolidate(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The whole checkpoint on rank 0, and elsewhere what was given. Collective.
 
     Args:
-        checkpoint: This rank's; rank 0's is changed in place: tensors on the meta device are
-            replaced wherever they are, optimizer states of other ranks' parameters are added.
+        checkpoint: This rank's, which stays as it is: others may hold parts of it.
+
+    Returns:
+        On rank 0 with tensors of the other ranks, on the CPU, wherever it had some on the meta
+        device, and with their optimizer states.
     """
-    missing: list[Any] = [[path for path, _ in _meta_tensors(checkpoint)]]
+    missing: list[Any] = [[path for path, tensor in tensors_in(checkpoint) if tensor.is_meta]]
     dist.broadcast_object_list(missing, src=0)
-    mine = None
+    states = [{**optimizer["state"]} for optimizer in checkpoint.get("optimizer_states", [])]
     if dist.get_rank() != 0:
-        mine = _found(checkpoint, missing[0]), _optimizer_states(checkpoint)
-    for tensors, states in _gather(mine):
-        for path, tensor in tensors.items():
-            _set(checkpoint, path, tensor)
-        for optimizer, state in zip(checkpoint.get("optimizer_states", []), states, strict=False):
-            for index, values in state.items():
-                optimizer["state"].setdefault(index, values)
-    for optimizer in checkpoint.get("optimizer_states", []):
-        optimizer["state"] = dict(sorted(optimizer["state"].items(), key=_in_order))
+        mine = {path: tensor for path, tensor in tensors_in(checkpoint) if not tensor.is_meta}
+        found = {path: mine[path] for path in missing[0] if path in mine}
+        # A GPU's tensors would be made on the same GPU again by the process that receives them.
+        on_cpu = with_tensors((found, states), lambda _, tensor: tensor.detach().cpu())
+        dist.send_object_list([on_cpu], dst=0)
+        return checkpoint
+    tensors: dict[KeyPath, Tensor] = {}
+    for rank in range(1, dist.get_world_size()):
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=rank)
+        tensors |= received[0][0]
+        states = [{**other, **own} for own, other in zip(states, received[0][1], strict=True)]
+    whole: dict[str, Any] = with_tensors(checkpoint, lambda path, own: tensors.get(path, own))
+    if not states:
+        return whole
+    optimizers = [  # numbers of parameters come first, then whatever else an optimizer may keep
+        {**optimizer, "state": dict(sorted(state.items(), key=_number))}
+        for optimizer, state in zip(whole["optimizer_states"], states, strict=True)
+    ]
+    return {**whole, "optimizer_states": optimizers}
 
 
 def own_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -46,8 +61,7 @@ def own_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         state: As the optimizer gives it. Adagrad, for one, has a state for absent parameters too.
         optimizer: Which has all parameters, those of other ranks on the meta device.
     """
-    keys = [key for group in state["param_groups"] for key in group["params"]]
-    others = {k for k, p in zip(keys, _parameters(optimizer), strict=False) if p.is_meta}
+    others = {key for key, parameter in _parameters(state, optimizer).items() if parameter.is_meta}
     return {**state, "state": {k: s for k, s in state["state"].items() if k not in others}}
 
 
@@ -57,72 +71,21 @@ def by_names(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
     torch loads one like the other: it looks at the order of the parameters in the groups.
     """
     known = {id(parameter): name for name, parameter in module.named_parameters()}
-    keys = [key for group in state["param_groups"] for key in group["params"]]
     names = {
         key: known.get(id(parameter), f"unnamed.{key}")
-        for key, parameter in zip(keys, _parameters(optimizer), strict=False)
+        for key, parameter in _parameters(state, optimizer).items()
     }
     groups = [{**g, "params": [names[key] for key in g["params"]]} for g in state["param_groups"]]
     values = {names.get(key, key): value for key, value in state["state"].items()}
     return {**state, "state": values, "param_groups": groups}
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _parameters(state: Mapping[str, Any], optimizer: Optimizer) -> dict[Any, Tensor]:
+    """An optimizer's parameters, by what stands for them in its state."""
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(keys, parameters, strict=False))
 
 
-def _gather(mine: Any) -> Iterator[Any]:
-    """On rank 0, what each other rank gave, one at a time; elsewhere give ``mine``."""
-    if dist.get_rank() != 0:
-        dist.send_object_list([mine], dst=0)
-        return
-    for rank in range(1, dist.get_world_size()):
-        received: list[Any] = [None]
-        dist.recv_object_list(received, src=rank)
-        yield received[0]
-
-
-def _meta_tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    if isinstance(tree, Tensor):
-        if tree.is_meta:
-            yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _meta_tensors(value, (*path, key))
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from _meta_tensors(value, (*path, index))
-
-
-def _found(checkpoint: Mapping[str, Any], paths: Sequence[Path]) -> dict[Path, Tensor]:
-    """What this rank has, of what is missing."""
-    found = {}
-    for path in paths:
-        value: Any = checkpoint
-        for key in path:
-            value = value[key]
-        if not value.is_meta:
-            found[path] = value.detach().cpu()
-    return found
-
-
-def _set(tree: Any, path: Path, tensor: Tensor) -> Any:
-    """Replace what is at a path, in place but for tuples, and return the tree."""
-    if not path:
-        return tensor
-    key, *rest = path
-    value = _set(tree[key], tuple(rest), tensor)
-    if not isinstance(tree, tuple):
-        tree[key] = value
-        return tree
-    items = [*tree[:key], value, *tree[key + 1 :]]
-    return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-
-
-def _in_order(state: tuple[Any, Any]) -> tuple[bool, Any]:
-    """Numbers of parameters come first, then whatever else an optimizer may keep."""
-    return not isinstance(state[0], int), state[0]
-
-
-def _optimizer_states(checkpoint: Mapping[str, Any]) -> list[dict[int, Any]]:
-    return [optimizer["state"] for optimizer in checkpoint.get("optimizer_states", [])]
+def _number(state: tuple[Any, Any]) -> float:
+    return state[0] if isinstance(state[0], int) else math.inf

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import io
 import re
-import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _PATH
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -35,32 +37,40 @@ from lightning_pipe.checkpoint.replace import (
     existing,
     put,
     remove,
+    remove_if_possible,
     showing_system_errors,
     unfinished,
     write_file,
 )
-from lightning_pipe.checkpoint.single_file import refuse_other_directory
+from lightning_pipe.checkpoint.single_file import (
+    is_directory_checkpoint,
+    local_path,
+    refuse_other_directory,
+)
+from lightning_pipe.checkpoint.tensors import KeyPath, is_absent, tensors_in
 
 _REST = "meta.pt"
 _WEIGHTS = "model"
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
-KeyPath = tuple[str | int, ...]
-"""Where something is in a checkpoint: keys of dicts and indices of lists."""
 
-
-def write_directory(checkpoint: Mapping[str, Any], path: Path) -> None:
+def write_directory(
+    checkpoint: Mapping[str, Any], filepath: _PATH, storage_options: Any = None
+) -> None:
     """Write a checkpoint, each rank its part. Collective.
 
     Args:
         checkpoint: This rank's, with meta tensors for what others own, and with optimizer states
             by the names of the parameters. What more than one rank has is written by the lowest.
-        path: On a disk that all ranks see. What is there is replaced when all is written.
+        filepath: Rank 0's counts. What is there is replaced when all is written.
+        storage_options: There can be none.
 
     Raises:
         CheckpointError: On all ranks; what was there before is still there.
+        MisconfigurationException: On all ranks, if it is not for a disk that they see.
     """
     first = dist.get_rank() == 0
+    path = _shared_place(filepath, storage_options)
     beside = unfinished(path)
     split, with_state = _agree(checkpoint)
     leaves: dict[KeyPath, Any] = {}
@@ -84,27 +94,51 @@ def write_directory(checkpoint: Mapping[str, Any], path: Path) -> None:
         _write_parts(leaves, beside, path)
         together(path, finish)
     except BaseException:
-        if first and beside.is_dir():
-            remove(beside)
+        if first:
+            remove_if_possible(beside)
         raise
 
 
+def _shared_place(filepath: _PATH, storage_options: Any) -> Path:
+    """Rank 0's path, if a directory can be written there. Collective."""
+    options = None if storage_options is None else repr(storage_options)
+    asked: list[Any] = [filepath, options]
+    dist.broadcast_object_list(asked)
+    path = local_path(asked[0])
+    if path is None or asked[1] is not None:
+        raise MisconfigurationException(
+            f"PipelineStrategy(save_distributed_checkpoint=True), checkpoint {asked[0]}, "
+            f"storage_options={asked[1]}: directories are written to disks of this machine that "
+            "all ranks see, without options. Choose such a path, or ordinary files."
+        )
+    return path
+
+
 def read_directory(
-    path: Path, absent: Collection[str], weights_only: bool | None, with_optimizers: bool
+    path: Path, weights: Mapping[str, Any], weights_only: bool | None, with_optimizers: bool
 ) -> dict[str, Any]:
     """Read this rank's part of a checkpoint. Not collective.
 
     Args:
         path: Of the directory.
-        absent: Names of the weights that other ranks own. In their place are meta tensors; they
-            have no optimizer state.
+        weights: The module's, as its state dict, which says how its modules are versioned. Of
+            those on the meta device, which other ranks own, no optimizer state is read.
         weights_only: As for `torch.load`.
         with_optimizers: Whether to read their states at all.
 
     Returns:
-        A checkpoint as Lightning has it.
+        A checkpoint as Lightning has it, with meta tensors for what other ranks own.
+
+    Raises:
+        FileNotFoundError: It is another directory.
     """
     path = existing(path)
+    if not is_directory_checkpoint(path):
+        raise FileNotFoundError(
+            f"{path} is a directory without a checkpoint in it: the file .metadata, which "
+            "`torch.distributed.checkpoint` writes, is missing. Give the path of a checkpoint."
+        )
+    absent = {name for name, value in weights.items() if is_absent(value)}
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     read: dict[str, Any] = {}
@@ -121,18 +155,18 @@ def read_directory(
             set_element(tree, key_path, twin)
         else:
             read[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no rank must wait
-        load(read, storage_reader=reader, planner=_LoadPlanner(weights_only), no_dist=True)
+    # The public `load` can do without the other ranks from torch 2.7 only.
+    _load_state_dict(read, reader, no_dist=True, planner=_LoadPlanner(weights_only))
     for name, value in read.items():
         set_element(tree, metadata.planner_data[name], value)
     rest = torch.load(path / _REST, map_location="cpu", weights_only=weights_only)
-    return {**rest, **_as_lightning_has_it(tree)}
+    return {**rest, **_as_lightning_has_it(tree, getattr(weights, "_metadata", None))}
 
 
-def _as_lightning_has_it(tree: dict[str, Any]) -> dict[str, Any]:
+def _as_lightning_has_it(tree: dict[str, Any], versions: Any) -> dict[str, Any]:
     if _WEIGHTS in tree:
-        tree["state_dict"] = tree.pop(_WEIGHTS)
+        state_dict = tree["state_dict"] = OrderedDict(tree.pop(_WEIGHTS))
+        state_dict._metadata = versions  # type: ignore[attr-defined]
     numbers = sorted(int(match[1]) for key in tree if (match := _OPTIMIZER.fullmatch(key)))
     if numbers:
         tree["optimizer_states"] = [tree.pop(f"optimizer_{number}") for number in numbers]
@@ -148,7 +182,7 @@ def _agree(checkpoint: Mapping[str, Any]) -> tuple[set[str], set[int]]:
         The keys of the checkpoint that hold parts of several ranks, and the numbers of the
         optimizers of which any rank has a state.
     """
-    split = {key for key, value in checkpoint.items() if _has_meta_tensor(value)}
+    split = {key for key, value in checkpoint.items() if is_absent(value)}
     states = checkpoint.get("optimizer_states", [])
     mine = split, {number for number, state in enumerate(states) if state["state"]}
     all_of_them: list[Any] = [None] * dist.get_world_size()
@@ -181,42 +215,24 @@ def _leaves_of_optimizer(optimizer: Mapping[str, Any], root: str) -> Iterator[tu
         if key != "state":
             yield from _leaves(value, (root, key))
     for parameter, state in optimizer["state"].items():
-        if not state:
-            yield (root, "state", parameter), state
-        for key, value in state.items():
-            yield from _leaves(value, (root, "state", parameter, key))
+        yield from _leaves(state, (root, "state", parameter))
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     """The tensors in nested dicts and lists, and what holds none as a whole."""
-    if isinstance(value, Mapping) and _has_tensor(value):
+    holds_weights = any(True for _ in tensors_in(value))
+    if isinstance(value, dict) and holds_weights:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"the key {key!r} of {_name(path)} is no string, but holds weights")
             yield from _leaves(item, (*path, key))
-    elif isinstance(value, list) and _has_tensor(value):
+    elif isinstance(value, list) and holds_weights:
         for index, item in enumerate(value):
             yield from _leaves(item, (*path, index))
-    elif isinstance(value, tuple) and _has_meta_tensor(value):
+    elif isinstance(value, tuple) and is_absent(value):
         raise TypeError(f"{_name(path)} is a tuple with weights of several ranks; make it a list")
     else:
         yield path, value
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_has_tensor(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_has_tensor(item) for item in value)
-    return isinstance(value, Tensor)
-
-
-def _has_meta_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_has_meta_tensor(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_has_meta_tensor(item) for item in value)
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def _name(path: KeyPath) -> str:
@@ -235,7 +251,7 @@ def _write_parts(leaves: Mapping[KeyPath, Any], beside: Path, path: Path) -> Non
     mine = {key_path: leaf for key_path, leaf in leaves.items() if _is_mine(key_path, leaf)}
     planner = _SavePlanner(
         {_name(key_path): key_path for key_path in mine},
-        {_name(key_path) for key_path, leaf in leaves.items() if _has_meta_tensor(leaf)},
+        {_name(key_path) for key_path, leaf in leaves.items() if is_absent(leaf)},
     )
     try:
         save(
@@ -288,7 +304,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Plans for a flat dict.
+    """Plans for a flat dict, and reads what is no tensor as carefully as `torch.load` would.
 
     Args:
         weights_only: As for `torch.load`.
@@ -315,7 +331,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Writes files and waits until the disk has them."""
+    """Says what the system said where a file cannot be written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part."""

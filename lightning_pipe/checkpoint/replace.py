@@ -45,29 +45,26 @@ def put(new: Path, path: Path) -> None:
     leaves the old one under a hidden name, where `existing` finds it.
 
     Args:
-        new: What `unfinished` gave; it is gone afterwards.
+        new: What `unfinished` gave; it is gone afterwards, or left for the next write to remove.
         path: The place.
 
     Raises:
         OSError: It cannot be done; what was there is still there.
     """
-    if os.path.lexists(path) and (_is_directory(new) or _is_directory(path)):
-        if not _exchange(new, path):
-            aside = _beside(path, "replaced")
-            remove(aside)
-            os.rename(path, aside)
-            try:
-                os.rename(new, path)
-            except BaseException:
-                os.rename(aside, path)
-                raise
-            new = aside
-        _sync_directory(path.parent)
-        remove(new)
-    else:
+    aside = _beside(path, "replaced")
+    if not (os.path.lexists(path) and (_is_directory(new) or _is_directory(path))):
         os.replace(new, path)
-        _sync_directory(path.parent)
-        remove(_beside(path, "replaced"))
+    elif not _exchange(new, path):
+        remove(aside)
+        os.rename(path, aside)
+        try:
+            os.rename(new, path)
+        except BaseException:
+            os.rename(aside, path)
+            raise
+    _sync_directory(path.parent)
+    remove_if_possible(new)
+    remove_if_possible(aside)
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
@@ -111,6 +108,17 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_if_possible(path: Path) -> None:
+    """Remove what is left of a write: the outcome does not depend on it."""
+    with contextlib.suppress(OSError):
+        remove(path)
+
+
+def remove_replaced(path: Path) -> None:
+    """Remove what a replacement that was interrupted has left, where `existing` looks."""
+    remove(_beside(path, "replaced"))
 
 
 def remove_directory(path: Path) -> None:

@@ -30,7 +30,7 @@ class AbsentLayer(nn.Module):
         """Refuse to run.
 
         Raises:
-            MisconfigurationException: always; it names the layer.
+            MisconfigurationException: Always; it names the layer.
         """
         raise MisconfigurationException(
             f"layer {vars(self).get(_LAYER_NAME, '?')!r} lives on another rank of the pipeline:"
@@ -90,15 +90,15 @@ def absent(
     takes its place.
 
     Args:
-        layer: the layer; nothing happens if it is absent already.
-        name: its qualified name, for the error of whoever calls it.
-        keep: ids of the modules and tensors that this rank needs, and that stay as they are
+        layer: The layer; nothing happens if it is absent already.
+        name: Its qualified name, for the error of whoever calls it.
+        keep: Ids of the modules and tensors that this rank needs, and that stay as they are
             although this layer has them too.
-        memo: new tensors by the id of the old one. Pass the same dict for all layers, so that ties
+        memo: New tensors by the id of the old one. Pass the same dict for all layers, so that ties
             between them survive.
 
     Raises:
-        MisconfigurationException: if the layer holds a `ScriptModule`, whose tensors Python cannot
+        MisconfigurationException: If the layer holds a `ScriptModule`, whose tensors Python cannot
             replace.
     """
     memo = {} if memo is None else memo
@@ -129,9 +129,9 @@ def present(
     dict.
 
     Args:
-        layer: the layer; nothing happens if it is not absent.
-        device: where to allocate.
-        memo: new tensors by the id of the old one; pass the same dict for all layers.
+        layer: The layer; nothing happens if it is not absent.
+        device: Where to allocate.
+        memo: New tensors by the id of the old one; pass the same dict for all layers.
     """
     memo = {} if memo is None else memo
     for module in [m for m in layer.modules() if is_absent(m)]:
@@ -194,11 +194,11 @@ def exchange(
     """Let a parameter or buffer become what `twin` is, in place if torch can.
 
     Args:
-        module: that has it.
-        name: of the attribute.
-        tensor: the old one.
-        twin: the new one, of the same class.
-        memo: new tensors by the id of the old one, where it could not be done in place.
+        module: The one that has it.
+        name: The attribute's.
+        tensor: The old one.
+        twin: The new one, of the same class.
+        memo: New tensors by the id of the old one, where it could not be done in place.
     """
     if id(tensor) not in memo:
         try:

@@ -7,13 +7,14 @@ operations. The idea of recording and replaying is that of torchdistX's ``deferr
 Random numbers are drawn at once, into a tensor that is dropped, and the generator's state before
 them is kept for the replay. So generators are always where they would be without deferring: draws
 that are not deferred, ``torch.manual_seed`` and ``fork_rng`` in between need no care.
+
+Tensors that code wants on the meta device itself are what they always are there: not deferred.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,21 +25,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_pipe.partition.operators import (
+    base_name,
+    filled_tensors,
+    gives_values,
+    tensors_in,
+    written_tensors,
+)
 from lightning_pipe.partition.tape import Constant, Operation, Tape, View
 
 _META = torch.device("meta")
-# What they fill does not matter to them, nor how many random numbers they draw.
-_FILLS = {
-    *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"),
-    *("geometric_", "zero_", "fill_", "copy_"),
-}
-# Their results are Python's, or as large as the values say.
-_VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Operations whose schema does not say that they change these arguments.
-_CHANGED_SILENTLY = {
-    name: ("running_mean", "running_var")
-    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-}
+_REAL = torch.empty(0, device="cpu")
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # Questions that are answered as if the tensor was there (nn.init skips tensors on the meta device).
 _WHERE: dict[Any, Callable[[torch.device], Any]] = {
@@ -56,12 +53,13 @@ class DeferredTensors:
     computed on the spot, in memory that is freed afterwards. Tensors that are made from data
     (``torch.tensor([...])``, ``torch.load``) are not deferred.
 
-    Args:
-        device: Where tensors are to be that do not say so themselves.
+    Attributes:
+        meta_means: Which device an operation is to use that is told to use the meta device: that of
+            the deferred tensor from which torch has it, or the meta device if code wants just that.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
+        self.meta_means = _META
         self._tape = Tape()
         self._constants: dict[int, list[Constant]] = {}  # by the address of their storage
 
@@ -83,19 +81,36 @@ class DeferredTensors:
         """Make deferred tensors as they would be by now (see `Tape.values`)."""
         return self._tape.values(tensors)
 
+    def real(self, tensor: Tensor) -> Tensor:
+        """Make a tensor if it is deferred."""
+        return self.values([tensor])[0] if self.is_deferred(tensor) else tensor
+
     def call(self, function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Record an operation and return what it returns, deferred; or run it where it must be."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written = [tensor for tensor in _written(function, args, kwargs)]
-        names = {argument.name for argument in function._schema.arguments}
-        makes = "device" in names and (not tensors or kwargs.get("device") == _META)
-        if self._tape.is_running or not (makes or any(map(self.is_deferred, tensors))):
+        tensors = tensors_in((args, kwargs))
+        written = written_tensors(function, args, kwargs)
+        makes = self._makes(function, tensors, kwargs)
+        if _is_meta(kwargs.get("device")):
+            kwargs = {**kwargs, "device": self.meta_means}
+        concerns = makes or any(map(self.is_deferred, tensors))
+        if self._tape.is_running or not concerns or _is_meta(kwargs.get("device")):
             self._spare_constants(written)
             return function(*args, **kwargs)
-        if _VALUE_TAGS & set(function.tags) or not _returns_tensors(function):
+        if gives_values(function):
             return self._run(function, args, kwargs)
         if written and not all(map(self.is_deferred, written)):
             return self._write_into_real(function, args, kwargs, written)
+        return self._defer(function, args, kwargs, makes, written)
+
+    def _defer(
+        self,
+        function: OpOverload,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        makes: bool,
+        written: list[Tensor],
+    ) -> Any:
+        tensors = tensors_in((args, kwargs))
         device = self._device_of(tensors, kwargs)
         try:
             returned = self._run_without_memory(function, args, kwargs, makes)
@@ -103,7 +118,7 @@ class DeferredTensors:
             if not written:
                 return self._run(function, args, kwargs)
             returned = written[0] if function._schema.returns else None
-        outputs = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(returned)
         if any(output.layout != torch.strided for output in outputs):
             return self._run(function, args, kwargs)
         if not tensors and not any(output.numel() for output in outputs):
@@ -116,6 +131,16 @@ class DeferredTensors:
             self._record(function, args, kwargs, makes, device, written, new, random)
         return returned
 
+    def _makes(self, function: OpOverload, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
+        """Tell whether an operation makes memory, of which there is none on the meta device."""
+        device = kwargs.get("device")
+        if _is_meta(device):
+            return not _is_meta(self.meta_means)
+        if not tensors:
+            return any(argument.name == "device" for argument in function._schema.arguments)
+        after_meta = device is not None and all(tensor.is_meta for tensor in tensors)
+        return after_meta and base_name(function) != "_to_copy"  # which raises
+
     def _record(
         self,
         function: OpOverload,
@@ -127,17 +152,12 @@ class DeferredTensors:
         new: dict[int, Tensor],
         random: tuple[Generator, Tensor] | None,
     ) -> None:
-        if makes or kwargs.get("device") == _META:
+        if makes:
             kwargs = {**kwargs, "device": device}
-        overwritten = set()
-        if _base_name(function) in _FILLS and self._fills_storage(written[0]):
-            overwritten = {id(written[0])}
+        tensors = tensors_in((args, kwargs))
+        overwritten = [t for t in filled_tensors(function, tensors) if self._fills_storage(t)]
         arguments = tree_map_only(Tensor, self._reference, (tuple(args), kwargs))
-        read = [
-            leaf
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and id(leaf) not in overwritten and self.is_deferred(leaf)
-        ]
+        read = filter(self.is_deferred, tensors[len(overwritten) :])
         outputs = {index: self._tape.view(tensor) for index, tensor in new.items()}
         keys = [tensor.untyped_storage()._cdata for tensor in written]
         self._tape.add(
@@ -180,22 +200,18 @@ class DeferredTensors:
             return None
         generator = kwargs.get("generator") or _default_generator(device)
         state = generator.get_state()
-        name = _base_name(function)
-        blind = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name in _FILLS:
-            blind = blind[:1]
-        elif not name.endswith("_like"):
-            blind = []
-        ids = {id(tensor) for tensor in blind}
+        tensors = tensors_in((args, kwargs))
+        only_shapes = base_name(function).endswith("_like")
+        blind = set(map(id, tensors if only_shapes else filled_tensors(function, tensors)))
 
         def stand_in(tensor: Tensor) -> Tensor:
-            return _empty_like(tensor, device) if id(tensor) in ids else self._real(tensor)
+            return _empty_like(tensor, device) if id(tensor) in blind else self.real(tensor)
 
         if "device" in kwargs:
             kwargs = {**kwargs, "device": device}
         args, kwargs = tree_map_only(Tensor, stand_in, (tuple(args), kwargs))
         drawn = function(*args, **kwargs)
-        self._tape.freed.add(sum(t.nbytes for t in tree_leaves(drawn) if isinstance(t, Tensor)))
+        self._tape.freed.add(sum(tensor.nbytes for tensor in tensors_in(drawn)))
         return generator, state
 
     def _write_into_real(
@@ -215,19 +231,13 @@ class DeferredTensors:
 
     def _run(self, function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operation with values, for which what it reads is made."""
-        if kwargs.get("device") == _META:
-            kwargs = {**kwargs, "device": self._device}
-        args, kwargs = tree_map_only(Tensor, self._real, (tuple(args), kwargs))
+        args, kwargs = tree_map_only(Tensor, self.real, (tuple(args), kwargs))
         return function(*args, **kwargs)
-
-    def _real(self, tensor: Tensor) -> Tensor:
-        return self.values([tensor])[0] if self.is_deferred(tensor) else tensor
 
     def _device_of(self, tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> torch.device:
         """Where the operation would run."""
-        device = kwargs.get("device")
-        if device is not None:
-            return self._device if torch.device(device) == _META else torch.device(device)
+        if kwargs.get("device") is not None:
+            return torch.device(kwargs["device"])
         for tensor in tensors:
             if self.is_deferred(tensor):
                 return self._tape.device(tensor)
@@ -277,53 +287,37 @@ class _FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func in _WHERE and self._tensors.is_deferred(args[0]):
-            return _WHERE[func](self._tensors.device(args[0]))
-        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
-            args = [self._real(args[0]), *args[1:]]
-        elif func == _SET_DATA:
-            tensor, data = args
-            if self._tensors.is_deferred(tensor) and not data.is_meta:
-                args = [tensor, data.to(_META)]
-            elif not tensor.is_meta:
-                args = [tensor, self._real(data)]
-        return func(*args, **(kwargs or {}))
+        tensors, kwargs = self._tensors, kwargs or {}
+        if func in _WHERE and tensors.is_deferred(args[0]):
+            return _WHERE[func](tensors.device(args[0]))
+        deferred = list(filter(tensors.is_deferred, tensors_in((args, kwargs))))
+        wants_meta = any(map(_is_meta, tree_leaves((args, kwargs))))
+        tensors.meta_means = tensors.device(deferred[0]) if deferred and not wants_meta else _META
+        try:
+            if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+                args = [tensors.real(args[0]), *args[1:]]
+            elif func == Tensor.to and deferred and wants_meta:  # torch thinks that it is there
+                args, kwargs = args[:4], {**kwargs, "copy": True}
+            elif func == torch._has_compatible_shallow_copy_type:  # if a module's parameter stays
+                args = [_REAL if tensors.is_deferred(tensor) else tensor for tensor in args]
+            elif func == _SET_DATA:
+                tensor, data = args
+                if tensors.is_deferred(tensor) and not data.is_meta:
+                    args = [tensor, data.to(_META)]
+                elif not tensor.is_meta:
+                    args = [tensor, tensors.real(data)]
+            return func(*args, **kwargs)
+        finally:
+            tensors.meta_means = _META
 
-    def _real(self, tensor: Tensor) -> Tensor:
-        if not self._tensors.is_deferred(tensor):
-            return tensor
-        return self._tensors.values([tensor])[0]
+
+def _is_meta(device: Any) -> bool:
+    """Tell whether something names the meta device."""
+    return isinstance(device, (str, torch.device)) and str(device).partition(":")[0] == "meta"
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def _written(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The arguments that an operation changes."""
-    for place, name in _written_arguments(function):
-        value = args[place] if place < len(args) else kwargs.get(name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-@cache
-def _written_arguments(function: OpOverload) -> list[tuple[int, str]]:
-    silently = _CHANGED_SILENTLY.get(_base_name(function), ())
-    return [
-        (place, argument.name)
-        for place, argument in enumerate(function._schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        or argument.name in silently
-    ]
-
-
-@cache
-def _returns_tensors(function: OpOverload) -> bool:
-    return all("Tensor" in str(returned.type) for returned in function._schema.returns)
-
-
-def _base_name(function: OpOverload) -> str:
-    return str(function.overloadpacket.__name__)
 
 
 def _default_generator(device: torch.device) -> Generator:

@@ -22,7 +22,7 @@ class FreedMemory:
     """Returns freed memory every now and then, since it takes about a millisecond.
 
     Args:
-        limit: how many bytes may be freed before they are returned.
+        limit: How many bytes may be freed before they are returned.
     """
 
     def __init__(self, limit: int) -> None:

@@ -22,11 +22,11 @@ def materialise(root: nn.Module, deferred: DeferredTensors) -> None:
     stay the same objects where torch can exchange what is in them, and tied ones stay tied.
 
     Args:
-        root: the model, after `shard`.
-        deferred: what recorded how it was built.
+        root: The model, after `shard`.
+        deferred: What recorded how it was built.
 
     Raises:
-        MisconfigurationException: if a `ScriptModule`, whose tensors Python cannot replace, is
+        MisconfigurationException: If a `ScriptModule`, whose tensors Python cannot replace, is
             among them.
     """
     modules = [module for module in root.modules() if not is_absent(module)]

@@ -41,14 +41,14 @@ class Operation:
     """What was to be done.
 
     Attributes:
-        function: of torch.
-        arguments: positional and keyword ones, with a `View` or `Constant` for each tensor.
-        outputs: tensors with storage of their own among the leaves of what it returned, by index.
-        reads: storages whose values it needs.
-        writes: storages that it changes or makes.
-        overwrites: storages of whose old values nothing is left.
-        default_dtype: when it was recorded.
-        random: the generator that it draws from, and its state before.
+        function: Of torch.
+        arguments: Positional and keyword ones, with a `View` or `Constant` for each tensor.
+        outputs: Tensors with storage of their own among the leaves of what it returned, by index.
+        reads: Storages whose values it needs.
+        writes: Storages that it changes or makes.
+        overwrites: Storages of whose old values nothing is left.
+        default_dtype: When it was recorded.
+        random: The generator that it draws from, and its state before.
     """
 
     function: OpOverload
@@ -65,8 +65,8 @@ class Tape:
     """Operations on tensors without memory, which are on the meta device, in order.
 
     Attributes:
-        is_running: whether operations are being done.
-        freed: counts the memory that recording and doing them has freed.
+        is_running: Whether operations are being done.
+        freed: Counts the memory that recording and doing them has freed.
     """
 
     def __init__(self) -> None:

@@ -48,6 +48,9 @@ module, trainer = train(2, start_method="fork")
 torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=1e-10)
 assert not torch.equal(module.model[0].weight, Model().double().model[0].weight)
 print(trainer.strategy.report)
+trainer.save_checkpoint("after.ckpt")
+saved = torch.load("after.ckpt", weights_only=True)["state_dict"]
+torch.testing.assert_close(saved, expected.state_dict(), rtol=0, atol=1e-10)
 """
 
 

@@ -119,6 +119,9 @@ def types(m: Any) -> None:
     m.on_cpu = nn.Linear(3, 3, device="cpu").to("cpu")
     m.alike = torch.arange(3, device=m.on_cpu.weight.device)
     m.where = (m.alike.device.type, m.alike.is_meta)
+    wide = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    m.like = wide.type_as(m.on_cpu.weight)  # torch asks that one for its device
+    m.new = m.on_cpu.weight.new_ones(2)
     torch.set_default_dtype(torch.float64)
     m.by_default, m.ones = nn.Linear(3, 3), torch.ones(3)
     torch.set_default_dtype(torch.float32)
@@ -135,6 +138,44 @@ def asks_for_values(m: Any) -> None:
     m.unique = torch.unique(torch.randint(0, 9, (20,)))
     m.equal = torch.equal(m.linear.weight, m.linear.weight)
     m.eigenvalues = torch.linalg.eigvalsh(torch.eye(3) * torch.rand(3))
+
+
+def wants_meta(m: Any) -> None:
+    """There are no values then, so none are drawn, until the user wants the tensors elsewhere."""
+    with torch.device("meta"):
+        m.linear, m.norm, m.left = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(2, 2)
+        m.tied = nn.Linear(4, 4)
+        m.tied.weight = m.linear.weight
+    m.same = m.left.weight is m.left.to("meta").weight
+    for layer in (m.linear, m.norm, m.tied):  # which unties them
+        layer.to_empty(device="cpu")
+        layer.reset_parameters()
+    m.untied = m.tied.weight is not m.linear.weight
+    skip_init: Any = nn.utils.skip_init
+    m.skipped = skip_init(nn.Linear, 3, 3)
+    m.skipped.reset_parameters()
+    m.moved = nn.Linear(3, 3).to("meta")
+    nn.init.normal_(m.moved.weight)
+    m.came_back = nn.Linear(3, 3).to("meta").to_empty(device="cpu")
+    m.came_back.reset_parameters()
+    m.halved = torch.rand(3).to("meta", torch.float16)
+    m.drawn = torch.rand(3, device="meta:0")
+    m.ones, m.zeros = torch.ones_like(m.drawn, device="cpu"), m.drawn.new_zeros(2, device="cpu")
+    m.random = torch.rand_like(m.drawn, device="cpu")
+    m.alike = torch.rand_like(m.ones, device="meta")
+    m.data = torch.tensor([1.0, 2.0], device="meta")
+    m.where = (m.ones.is_meta, m.drawn.is_meta, str(m.drawn.device))
+    try:
+        m.drawn.to("cpu")
+    except NotImplementedError as error:
+        m.refusal = str(error)
+
+
+def reads_what_it_writes(m: Any) -> None:
+    m.register_buffer("copied", torch.rand(1000))
+    m.register_buffer("drawn", torch.rand(1000))
+    m.copied.copy_(m.copied)
+    m.drawn.bernoulli_(m.drawn)
 
 
 def made_from_data(m: Any) -> None:
@@ -184,13 +225,13 @@ def ties(m: Any) -> None:
 
 CASES = [
     *(lstm, attention, embedding, dummy_forward, parametrized, own_rule, buffers, types),
-    *(asks_for_values, made_from_data, random_numbers, ties),
+    *(asks_for_values, wants_meta, reads_what_it_writes, made_from_data, random_numbers, ties),
 ]
 
 
 def deferred_holder(build: Callable[[Any], None]) -> tuple[Holder, DeferredTensors]:
     torch.manual_seed(5)
-    deferred = DeferredTensors(CPU)
+    deferred = DeferredTensors()
     with deferred.recording():
         holder = Holder(build)
     return holder, deferred
@@ -268,7 +309,7 @@ def test_only_what_is_asked_for_is_made(monkeypatch: pytest.MonkeyPatch) -> None
 
     original = Tape._do
     monkeypatch.setattr(Tape, "_do", do)
-    deferred = DeferredTensors(CPU)
+    deferred = DeferredTensors()
     with deferred.recording():
         first, second = nn.Linear(30, 30), nn.Linear(30, 30)
         nn.init.normal_(first.weight)
@@ -279,8 +320,22 @@ def test_only_what_is_asked_for_is_made(monkeypatch: pytest.MonkeyPatch) -> None
     assert deferred.is_deferred(second.weight)
 
 
+def test_what_leaves_the_meta_device_is_deferred() -> None:
+    deferred = DeferredTensors()
+    with deferred.recording():
+        with torch.device("meta"):
+            layer = nn.Linear(2, 2)
+        at_first = deferred.is_deferred(layer.weight)
+        layer.to_empty(device="cpu")
+        layer.reset_parameters()
+
+    assert not at_first
+    assert deferred.is_deferred(layer.weight)
+    assert deferred.device(layer.weight) == CPU
+
+
 def test_the_outside_of_the_recording_is_untouched() -> None:
-    deferred = DeferredTensors(CPU)
+    deferred = DeferredTensors()
     with pytest.raises(ZeroDivisionError), deferred.recording():
         nn.Linear(2, 2).weight.data.fill_(1 / 0)
 
@@ -300,6 +355,6 @@ def test_a_scripted_module_is_refused() -> None:
 
 def test_old_and_new_tensors_cannot_be_changed_in_one_call() -> None:
     old = torch.ones(2)
-    deferred = DeferredTensors(CPU)
+    deferred = DeferredTensors()
     with deferred.recording(), pytest.raises(MisconfigurationException, match="two calls"):
         torch._foreach_mul_([old, torch.ones(2)], 2.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +16,17 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor
 
-from lightning_pipe.checkpoint import CheckpointError, PipelineCheckpointIO, replace
+from lightning_pipe.checkpoint import (
+    CheckpointError,
+    PipelineCheckpointIO,
+    consolidate,
+    remove_checkpoint,
+    replace,
+)
 
 from .lit import Classifier, Options, loader, trainer
 from .ranks import Ranks
@@ -248,6 +257,108 @@ def write_directory(path: Path, content: str) -> None:
     for name in ("one", "other"):
         (beside / name).write_text(content)
     replace.put(beside, path)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_is_left_behind_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    """The new one is in its place when the old one cannot be removed; the next write does it."""
+    path = tmp_path / "a.ckpt"
+    write_directory(path, "old")
+    if not exchanges:
+        monkeypatch.setattr(replace, "_exchange", lambda one, other: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        write_directory(path, "new")
+    assert (path / "one").read_text() == "new"
+    assert len([*tmp_path.iterdir()]) == 2
+
+    write_directory(path, "newest")
+    assert (path / "one").read_text() == "newest"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def busy(*_: Any) -> None:
+    raise OSError(errno.EBUSY, "it is in use")
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_what_is_removed_does_not_come_back(tmp_path: Path, interrupted: bool) -> None:
+    """An interrupted replacement has left the one before under a hidden name."""
+    path, io = tmp_path / "a.ckpt", PipelineCheckpointIO()
+    write_directory(path, "old")
+    path.rename(replace._beside(path, "replaced"))
+    if not interrupted:
+        path.mkdir()
+        (path / ".metadata").touch()
+
+    remove_checkpoint(path, io)
+
+    assert [*tmp_path.iterdir()] == []
+    assert replace.existing(path) == path
+
+
+# ------------------------------------------------------------------------- what ranks send
+
+
+class OnDevice(Tensor):
+    """As on a GPU: a process that gets it without a copy would make it on the same one."""
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AssertionError("sent from the device")
+
+
+def consolidate_twice() -> dict[str, Any]:
+    """Rank 0 has nothing of a live container, in which rank 1 has something new each time."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    absent = torch.empty(2, device="meta")
+    live: dict[str, Any] = {"pair": (absent, [torch.ones(2)])}
+    for value in (1.0, 2.0):
+        own = torch.full((2,), value).as_subclass(OnDevice)
+        if rank == 1:
+            live["pair"] = own, None
+        state = {rank: {"x": own if rank else 3.0}, "text": "some", 7 + rank: own.cpu()}
+        whole = consolidate({"live": live, "optimizer_states": [{"state": state}]})
+    return whole if rank == 0 else {}
+
+
+def test_ranks_send_from_the_cpu_what_rank_0_lacks(ranks: Ranks) -> None:
+    whole, _ = ranks.run(2, consolidate_twice)
+
+    first, (second,) = whole["live"]["pair"]
+    assert first.tolist() == [2.0, 2.0]
+    assert second.tolist() == [1.0, 1.0]
+    (optimizer,) = whole["optimizer_states"]
+    assert [*optimizer["state"]] == [0, 1, 7, 8, "text"]
+    assert optimizer["state"][0] == {"x": 3.0}
+    assert optimizer["state"][1]["x"].tolist() == [2.0, 2.0]
+
+
+class AddsOnOne(Classifier):
+    """Adds all of its weights to a checkpoint, but on rank 0 only."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            checkpoint["mine"] = {"all": [*self.parameters()]}
+
+
+def save_what_one_rank_adds(path: Path) -> str:
+    save = ModelCheckpoint(path.parent, path.stem)
+    run = trainer(FILE, max_epochs=1, callbacks=[save], enable_checkpointing=True)
+    with pytest.raises(CheckpointError) as caught:
+        run.fit(AddsOnOne(), loader())
+    return str(caught.value)
+
+
+def test_what_a_hook_adds_on_one_rank_is_not_lost_silently(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks.run(2, save_what_one_rank_adds, tmp_path / "x.ckpt"):
+        assert "Rank 0: RuntimeError: no rank has the values of [('mine', 'all', " in error
+    assert [*tmp_path.iterdir()] == []
 
 
 # ------------------------------------------------------------------------- other ways of writing

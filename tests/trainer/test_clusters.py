@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +154,16 @@ def test_slurm_variables(ranks: Ranks) -> None:
 class Signalled(Callback):
     """Sends SLURM's signal to this process while it is busy with a batch, maybe waiting."""
 
-    def __init__(self, batch: int, ranks: list[int]) -> None:
-        self._batch, self._ranks = batch, ranks
+    def __init__(self, batch: int, ranks: list[int], validates: bool) -> None:
+        self._batch, self._ranks, self._validates = batch, ranks, validates
+
+    def on_validation_start(self, trainer: L.Trainer, module: Any) -> None:
+        """The validation after the batch before, if that is the place."""
+        if self._validates and trainer.fit_loop.total_batch_idx == self._batch - 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx != self._batch:
+        if self._validates or trainer.fit_loop.epoch_loop.total_batch_idx != self._batch:
             return
         if trainer.global_rank in self._ranks:
             delay = 0.02 * trainer.global_rank
@@ -181,7 +187,7 @@ class Inside(Classifier):
 
 
 def train_until_requeued(
-    pipeline: Options, batch: int, signalled: list[int], directory: Path
+    pipeline: Options, batch: int, signalled: list[int], validates: bool, directory: Path
 ) -> dict[str, Any]:
     as_slurm_task()
     os.environ["PATH"] = f"{directory}:{os.environ['PATH']}"  # where a scontrol is
@@ -191,7 +197,7 @@ def train_until_requeued(
     run = trainer(
         pipeline,
         plugins=[environment],
-        callbacks=[Signalled(batch, signalled)],
+        callbacks=[Signalled(batch, signalled, validates)],
         default_root_dir=directory,
         val_check_interval=3,
     )
@@ -200,19 +206,30 @@ def train_until_requeued(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "batch", "signalled"),
-    [("1f1b", 2, [0, 1, 2]), ("1f1b", 7, [0]), ("pipedream", 3, [0, 1, 2])],
-    ids=["before a validation", "in the last batch", "asynchronous"],
+    ("schedule", "batch", "signalled", "validates"),
+    [
+        ("1f1b", 2, [0, 1, 2], False),
+        ("1f1b", 3, [0, 1, 2], True),
+        ("1f1b", 7, [0], False),
+        ("pipedream", 3, [0, 1, 2], False),
+    ],
+    ids=["before a validation", "in a validation", "in the last batch", "asynchronous"],
 )
 def test_slurm_requeues_with_a_checkpoint_of_all_ranks(
-    ranks: Ranks, tmp_path: Path, schedule: str, batch: int, signalled: list[int]
+    ranks: Ranks,
+    tmp_path: Path,
+    schedule: str,
+    batch: int,
+    signalled: list[int],
+    validates: bool,
 ) -> None:
     """The signal meets ranks at different moments, some waiting for others; they save together."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
     scontrol.chmod(0o755)
 
-    ranks.run(3, train_until_requeued, {"schedule": schedule}, batch, signalled, tmp_path)
+    where = batch, signalled, validates
+    ranks.run(3, train_until_requeued, {"schedule": schedule}, *where, tmp_path)
 
     (file,) = tmp_path.glob("*.ckpt")
     assert (tmp_path / "requeued").read_text() == "requeue 123456\n"
@@ -254,11 +271,15 @@ def resume(file: Path) -> dict[str, torch.Tensor]:
     return weights(module)
 
 
-def signal_in_a_test_run() -> list[Any]:
+def signal_in_a_test_run() -> tuple[list[Any], int]:
+    """The results, and how often this rank says that nothing is saved."""
     as_slurm_task()
     environment = SLURMEnvironment(requeue_signal=signal.SIGUSR2)
     run = trainer({}, plugins=[environment], callbacks=[SignalledInTest()])
-    return list(run.test(Inside(), loader(), verbose=False))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        results = list(run.test(Inside(), loader(), verbose=False))
+    return results, sum("neither saved nor requeued" in str(w.message) for w in warned)
 
 
 class SignalledInTest(Callback):
@@ -271,4 +292,5 @@ def test_no_checkpoint_of_a_test_run(
 ) -> None:
     results = ranks.run(2, signal_in_a_test_run)
 
-    assert all(result[0]["test_loss"] > 0 for result in results)
+    assert all(result[0]["test_loss"] > 0 for result, _ in results)
+    assert [warned for _, warned in results] == [1, 0]

@@ -56,9 +56,12 @@ class Built(Classifier):
     def configure_model(self) -> None:
         if hasattr(self, "model"):  # in a second run
             return
+        with torch.device("meta"):
+            first = nn.Linear(FEATURES, WIDTH)
+        first.to_empty(device="cpu").reset_parameters()
         rates = [rate.item() for rate in torch.linspace(0.5, 1.5, 3)]
         self.model = nn.Sequential(
-            nn.Linear(FEATURES, WIDTH),
+            first,
             Scaled(rates[0]),
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
             Scaled(rates[2]),
@@ -179,8 +182,12 @@ class LargeBuilt(Large):
         L.LightningModule.__init__(self)
 
     def configure_model(self) -> None:
-        layers = (nn.Linear(LARGE_WIDTH, LARGE_WIDTH) for _ in range(NUM_LAYERS))
-        self.model = nn.Sequential(*layers)
+        layers = [nn.Linear(LARGE_WIDTH, LARGE_WIDTH) for _ in range(NUM_LAYERS // 2)]
+        with torch.device("meta"):
+            others = [nn.Linear(LARGE_WIDTH, LARGE_WIDTH) for _ in range(NUM_LAYERS // 2)]
+        for layer in others:
+            layer.to_empty(device="cpu").reset_parameters()
+        self.model = nn.Sequential(*layers, *others)
 
 
 def peaks_mb(file: Path) -> tuple[float, float]:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import threading
 import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from lightning_pipe import failure, script_launcher
+from lightning_pipe.script_launcher import ScriptLauncher
 
 from .lit import Classifier, loader, trainer
 from .ranks import Ranks
@@ -157,6 +166,63 @@ def test_a_rank_that_is_killed_ends_all(rank: int, tmp_path: Path) -> None:
     if rank > 0:
         last = ended.output.rstrip().splitlines()[-1]
         assert re.search(rf"Rank {rank} \(process \d+\) was killed by SIGKILL\.", last)
+
+
+class FromUser(RuntimeError):
+    """A user's error that says a word of torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_consequence"),
+    [
+        (ValueError("no backend but gloo"), False),
+        (FromUser("no backend but gloo"), False),
+        (RuntimeError("[third_party/gloo/gloo/pair.cc:538] Connection closed by peer"), True),
+        (dist.DistBackendError("[third_party/gloo/gloo/pair.cc:538] Timed out"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_torch_says_that_another_rank_is_gone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_consequence: bool
+) -> None:
+    store = dist.HashStore()
+    store.set(failure._KEY, "Rank 1 of 2 failed: whatever")
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    guard = failure.FailureGuard()
+    guard.connect(0, 2, lambda: None)
+
+    guard.fail(error)
+
+    notes = getattr(error, "__notes__", [])
+    assert any("Rank 1 of 2 failed" in note for note in notes) == is_consequence
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGRTMIN + 3])
+def test_another_node_names_its_own_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sent: int
+) -> None:
+    """Rank 2 has started rank 3 on the second node, where rank 3 is killed."""
+    monkeypatch.setenv("NODE_RANK", "1")
+    monkeypatch.setattr(script_launcher, "_GRACE_S", 0.1)
+    ended = threading.Event()
+    system = SimpleNamespace(kill=lambda pid, number: ended.set(), getpid=os.getpid)
+    monkeypatch.setattr(script_launcher, "os", system)
+    launcher = ScriptLauncher(LightningEnvironment(), num_processes=2, num_nodes=2)
+
+    def start() -> None:
+        launcher.procs = [subprocess.Popen(["sleep", "60"])]
+        launcher.procs[0].send_signal(sent)
+
+    monkeypatch.setattr(launcher, "_call_children_scripts", start)
+
+    assert launcher.launch(ended.wait, 10.0)
+
+    name = "SIGKILL" if sent == signal.SIGKILL else f"signal {sent}"
+    (sentence,) = launcher.end()
+    assert sentence == f"Rank 3 (process {launcher.procs[0].pid}) was killed by {name}."
+    printed = capsys.readouterr().err
+    assert sentence in printed
+    assert "Rank 2 has not ended" in printed
 
 
 class Sleeping(Failing):

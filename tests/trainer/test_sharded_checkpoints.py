@@ -10,7 +10,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -185,6 +188,11 @@ class Leaky(Trained):
 
 def refused(directory: Path) -> list[str]:
     errors = []
+    plugins: list[CheckpointIO] = [TorchCheckpointIO(), AsyncCheckpointIO()]
+    for plugin in plugins:
+        run = trainer({"save_distributed_checkpoint": True}, plugins=[plugin])
+        with pytest.raises(MisconfigurationException, match=f"with {type(plugin).__name__}: a "):
+            run.fit(Trained(), loader())
     for entry in ("numbers", "tuple", "model"):
         run = trainer({"save_distributed_checkpoint": True}, max_epochs=1)
         run.fit(Leaky(entry), loader())
@@ -192,7 +200,7 @@ def refused(directory: Path) -> list[str]:
             run.save_checkpoint(directory / "x.ckpt")
         errors.append(str(caught.value))
     for path, options in ((directory / "x.ckpt", "some"), ("memory://x.ckpt", None)):
-        with pytest.raises(CheckpointError, match="directories are written to disks"):
+        with pytest.raises(MisconfigurationException, match="directories are written to disks"):
             run.save_checkpoint(path, storage_options=options)
     (directory / "empty").mkdir(exist_ok=True)
     with pytest.raises(FileNotFoundError, match="is a directory without a checkpoint in it"):
@@ -206,6 +214,53 @@ def test_what_a_directory_cannot_hold(ranks: Ranks, tmp_path: Path) -> None:
         assert "mine is a tuple with weights of several ranks" in in_a_tuple
         assert "'model' is a name of the directory itself" in name
     assert [*tmp_path.iterdir()] == [tmp_path / "empty"]
+
+
+class Keeping(torch.optim.AdamW):
+    """Keeps what is no state of a parameter under keys of its own, from the beginning."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        own: dict[Any, Any] = self.state
+        own |= {"text": "some", "nothing": None}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {}  # as Adagrad
+
+
+class Kept(Classifier):
+    def configure_optimizers(self) -> Any:
+        return Keeping(self.parameters(), lr=1e-2)
+
+
+def save_what_is_kept(pipeline: Options | None, path: Path) -> dict[str, Any]:
+    """Save after an epoch, go on from there, and give the optimizer's state."""
+    L.seed_everything(6, verbose=False)
+    run = trainer(pipeline, max_epochs=1)
+    run.fit(Kept().double(), loader())
+    run.save_checkpoint(path)
+    again = trainer(pipeline, max_epochs=2)
+    again.fit(Kept().double(), loader(), ckpt_path=path)
+    state: dict[str, Any] = again.optimizers[0].state_dict()
+    return state
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
+def test_an_optimizer_that_keeps_more_than_states_of_parameters(
+    ranks: Ranks, tmp_path: Path, sharded: bool
+) -> None:
+    (expected,) = ranks.run(1, save_what_is_kept, None, tmp_path / "one.ckpt")
+
+    pipeline = {"save_distributed_checkpoint": sharded}
+    by_rank = ranks.run(2, save_what_is_kept, pipeline, tmp_path / "many.ckpt")
+
+    for state in by_rank:
+        assert state["state"].pop("text") == "some"
+        assert state["state"].pop("nothing") is None
+    states = {**by_rank[0]["state"], **by_rank[1]["state"]}
+    expected["state"] = {k: v for k, v in expected["state"].items() if isinstance(k, int)}
+    torch.testing.assert_close(states, expected["state"], rtol=0, atol=1e-10)
+    assert len(by_rank[0]["state"]) < len(states)  # no states of absent parameters
 
 
 def replace_one_by_the_other(path: Path) -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,10 @@ import torch.distributed as dist
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException
 
 from lightning_pipe import PipelineStrategy, process_launcher
 
@@ -56,6 +60,7 @@ def fit(start_method: StartMethod | None, directory: Path) -> tuple[L.Trainer, d
     run.fit(module, loader(), loader(seed=1))
     came: dict[str, Any] = {"trained": weights(module), "fit": numbers(run.callback_metrics)}
     came["best"] = Path(best.best_model_path).name
+    run.save_checkpoint(directory / "after.ckpt", weights_only=True)
     if start_method is not None:
         assert isinstance(run.strategy, PipelineStrategy)
         came["report"] = str(run.strategy.report)
@@ -96,6 +101,11 @@ def test_weights_and_results_come_back(
     assert "Pipeline: 1f1b; stages: 2; micro-batches: 8; batches: 6" in report
     assert came.pop("best") == expected.pop("best") == "epoch=1.ckpt"
     torch.testing.assert_close(came, expected, rtol=0, atol=1e-10)
+    saved = [
+        torch.load(tmp_path / number / "after.ckpt", weights_only=True)["state_dict"]
+        for number in ("many", "one")
+    ]
+    assert_equal_weights(*saved)
 
 
 class UserError(Exception):
@@ -116,6 +126,51 @@ class Failing(Classifier):
             time.sleep(self.sleeps)
 
 
+class Deadly:
+    """Kills the process that writes it down."""
+
+    def __reduce__(self) -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return "unreachable"
+
+
+class ReturningDeadly(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch[0]), Deadly() if self.trainer.is_global_zero else None
+
+
+def kill_while_writing() -> str:
+    run = calling_process("fork")
+    process_launcher._GRACE_S = GRACE_S
+    with pytest.raises(ProcessExitedException) as raised:
+        run.predict(ReturningDeadly(), loader())
+    return str(raised.value)
+
+
+def test_a_rank_that_is_killed_while_it_writes_the_results(ranks: Ranks) -> None:
+    (message,) = ranks.run(1, kill_while_writing)
+
+    assert message == "process 0 terminated with signal SIGKILL"
+
+
+def test_results_of_a_gpu_come_to_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The GPU is another one here, to which nothing can be restored."""
+
+    def restore(storage: Any, location: str) -> None:
+        assert location != "gpu:1"
+
+    packages = [(0, lambda storage: "gpu:1", restore), *torch.serialization._package_registry]
+    monkeypatch.setattr(torch.serialization, "_package_registry", packages)
+    results = tmp_path / "results"
+    torch.save(_WorkerOutput(None, None, TrainerState(), torch.ones(2), {}), results)
+    with pytest.raises(AssertionError):
+        torch.load(results, weights_only=False)
+
+    output = process_launcher._wait_for(ProcessContext([], []), results)
+
+    assert torch.equal(output.trainer_results, torch.ones(2))
+
+
 def fail(start_method: StartMethod, rank: int, sleeps: float, directory: Path) -> tuple[str, float]:
     """What the calling process raises, and after how many seconds."""
     saving = OnExceptionCheckpoint(directory)
@@ -124,6 +179,8 @@ def fail(start_method: StartMethod, rank: int, sleeps: float, directory: Path) -
     start = time.monotonic()
     with pytest.raises(Exception, match="terminated") as raised:
         run.fit(Failing(rank, sleeps), loader())
+    with pytest.raises(MisconfigurationException, match="the last fit has failed"):
+        run.save_checkpoint(directory / "after.ckpt")
     return str(raised.value), time.monotonic() - start
 
 
@@ -157,6 +214,9 @@ def fit_built(directory: Path) -> tuple[list[str], Tensor, list[str]]:
     module = Built()
     with pytest.warns(UserWarning, match="not all brought back") as warned:
         run.fit(module, loader())
+    with pytest.raises(MisconfigurationException, match="built in `configure_model`"):
+        run.save_checkpoint(directory / "after.ckpt")
+    assert not (directory / "after.ckpt").exists()
     said = [str(w.message) for w in warned if "not all brought back" in str(w.message)]
     return said, module.log_temperature.detach(), list(module.state_dict())
 
@@ -171,6 +231,34 @@ def test_layers_that_are_built_in_the_ranks(ranks: Ranks, tmp_path: Path) -> Non
     assert "load_from_checkpoint" in warning
     module = Built.load_from_checkpoint(tmp_path / "last.ckpt")
     assert len(weights(module)) == 11
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_only_the_first_node_misses_layers(
+    node: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tmp_path: Path
+) -> None:
+    """The others get no weights, whatever the model is."""
+    monkeypatch.setenv("NODE_RANK", str(node))
+    run = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        num_nodes=2,
+        logger=False,
+        strategy=PipelineStrategy(start_method="fork"),
+    )
+    run.strategy.connect(Classifier())
+    run.state.fn = TrainerFn.FITTING
+    launcher = run.strategy.launcher
+    assert isinstance(launcher, process_launcher.ProcessLauncher)
+    gave = launcher.get_extra_results(run)
+
+    launcher.update_main_process_results(run, {**gave, "whole": False})
+
+    said = [w for w in recwarn if "not all brought back" in str(w.message)]
+    assert len(said) == (1 if node == 0 else 0)
+    if node == 1:
+        run.save_checkpoint(tmp_path / "after.ckpt")
+        assert not (tmp_path / "after.ckpt").exists(), "weights that were never trained"
 
 
 def start_from(what: str) -> str:
