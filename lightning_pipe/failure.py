@@ -22,9 +22,9 @@ from lightning_pipe.runtime.errors import PeerLostError
 from lightning_pipe.script_launcher import ScriptLauncher
 
 _KEY = "lightning_pipe/failure"
-_READERS = "lightning_pipe/failure/readers"
+_DONE = "lightning_pipe/failure/done"  # counts the ranks that need the store no more
 _REPORT_WAIT_S = 2.0  # for the report of a rank whose connection closed
-_READERS_WAIT_S = 2.0  # for the other ranks to read the report from rank 0's store
+_STORE_WAIT_S = 2.0  # for the other ranks to read the report from rank 0's store, or to fail too
 
 
 class FailureGuard:
@@ -66,6 +66,9 @@ class FailureGuard:
             traceback.clear_frames(error.__traceback__)  # messages under way keep connections open
         else:
             self._report(error)
+        if self._rank != 0:
+            with contextlib.suppress(RuntimeError):
+                self._store.add(_DONE, 1)
         self._drop_connections()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -83,13 +86,13 @@ class FailureGuard:
             for sentence in launcher.end():
                 error.add_note(f"\n{sentence}")
         elif self.failed and self._rank == 0 and self._store is not None:
-            self._wait_for_readers()
+            self._keep_store()
 
-    def _wait_for_readers(self) -> None:
-        """Keep the store, which ends with this process, until the others have seen the report."""
-        until = time.monotonic() + _READERS_WAIT_S
+    def _keep_store(self) -> None:
+        """Wait, for the store ends with this process, until the others need it no more."""
+        until = time.monotonic() + _STORE_WAIT_S
         with contextlib.suppress(RuntimeError):
-            while self._store.add(_READERS, 0) < self._num_ranks - 1 and time.monotonic() < until:
+            while self._store.add(_DONE, 0) < self._num_ranks - 1 and time.monotonic() < until:
                 time.sleep(0.05)
 
     def _report(self, error: BaseException) -> None:
@@ -117,7 +120,6 @@ class FailureGuard:
                     return None
                 time.sleep(0.05)
             report = str(self._store.get(_KEY).decode())
-            self._store.add(_READERS, 1)
             return None if report.startswith(f"Rank {self._rank} ") else report
         return None
 

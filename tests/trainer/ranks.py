@@ -16,7 +16,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 _START_S = 90.0  # for the processes to import Lightning, on a busy machine
 _OTHERS_WAIT_S = 5.0  # once a rank has failed, for the others to say what they have to say
@@ -40,6 +40,7 @@ class Ranks:
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory()
         self._workers: list[_Worker] = []
+        self._store: TCPStore | None = None  # of the latest run
 
     def run(
         self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0
@@ -53,9 +54,10 @@ class Ranks:
             self._workers.append(_Worker(rank, Path(self._directory.name, f"rank{rank}")))
         workers = self._workers[:size]
         self._finish(workers, _START_S, "start")
-        port = _free_port()
+        # Ranks that look for rank 0's store before it is there wait half a second.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for worker in workers:
-            worker.run(size, port, function, arguments)
+            worker.run(size, self._store.port, function, arguments)
         return self._finish(workers, timeout, f"{function.__name__} on {size} ranks")
 
     def _finish(self, workers: Sequence[_Worker], timeout: float, what: str) -> list[Any]:
@@ -142,6 +144,7 @@ def _serve(rank: int, connection: Connection, output: Path) -> None:
         "LOCAL_RANK": str(rank),  # Lightning starts no processes where this is set
         "NODE_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in the test's process
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
@@ -172,7 +175,7 @@ def _forget_last_run(rank: int) -> None:
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    gc.collect()  # the store's server holds its port as long as it lives
+    gc.collect()
     torch.set_num_threads(1)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(1000 + rank)
@@ -183,9 +186,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os.killpg(0, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
