@@ -128,7 +128,7 @@ def test_a_rank_that_hears_of_the_failure_in_between_wakes_the_next(ranks: Ranks
 
 @pytest.mark.parametrize(
     ("rank", "place"),
-    [(0, "on_train_batch_start"), (1, "layer"), (2, "validation_step")],
+    [(0, "on_train_batch_start"), (2, "validation_step")],
 )
 def test_the_report_is_what_the_user_reads_last(rank: int, place: str, tmp_path: Path) -> None:
     """A script that Lightning started on all ranks ends as a whole; no other traceback follows."""
@@ -144,7 +144,7 @@ def test_the_report_is_what_the_user_reads_last(rank: int, place: str, tmp_path:
     assert_report(re.sub(r"(?m)^\[rank\d\]: ", "", last), rank, place)
 
 
-@pytest.mark.parametrize("rank", range(NUM_RANKS))
+@pytest.mark.parametrize("rank", [0, 1])  # all of them: tests/soak
 def test_a_rank_that_is_killed_ends_all(rank: int, tmp_path: Path) -> None:
     """The neighbours say whom they lost, and where; rank 0, if it can, which one was killed."""
     script = Path(__file__).with_name("train_until_failure.py")
@@ -243,7 +243,7 @@ def stall(rank: int) -> str:
     return "nothing failed"
 
 
-@pytest.mark.parametrize("rank", range(NUM_RANKS))
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_stalls_ends_all_by_the_timeout(ranks: Ranks, rank: int) -> None:
     ranks.run(NUM_RANKS, time.time)
     start = time.monotonic()

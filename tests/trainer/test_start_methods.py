@@ -45,7 +45,7 @@ class Evaluated(Classifier):
 
 def calling_process(start_method: StartMethod | None, **options: Any) -> L.Trainer:
     """A Trainer of a process that nothing has started as a rank; of one device without method."""
-    for name in ("LOCAL_RANK", "MASTER_PORT"):
+    for name in ("LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)
     os.environ["NUM_RANKS"] = str(NUM_RANKS)
     return trainer({"start_method": start_method} if start_method else None, **options)
