@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -218,8 +219,9 @@ def tokens() -> DataLoader[Any]:
 def text() -> transformer.WikiText2:
     """The demo's data set, over a text of our own."""
     lines = "\n".join(" ".join(f"w{i * j % 7}" for j in range(9)) for i in range(40))
-    Path("wikitext-2.txt").write_text(lines)
-    return transformer.WikiText2(Path(), block_size=6, download=False)
+    with tempfile.TemporaryDirectory() as folder:  # of this rank, which reads all of it at once
+        Path(folder, "wikitext-2.txt").write_text(lines)
+        return transformer.WikiText2(Path(folder), block_size=6, download=False)
 
 
 # ---------------------------------------------------------------------------------------- the table
