@@ -18,6 +18,7 @@ from lightning_pipe import checks
 from lightning_pipe.layer_exchange import collect_layers, fetch_layers, held_layers
 from lightning_pipe.partition import (
     DeferredTensors,
+    PipelinedLayers,
     check_glue,
     find_layers,
     keyword_names,
@@ -122,7 +123,7 @@ class Assembly:
         if deferred is not None:
             materialise(self._root, deferred)
         return_freed_memory()
-        self._parameters = self._layers_parameters()
+        self._parameters = _parameters_of(self._found)
 
     def settle(self) -> None:
         """Make what all ranks own equal, and refuse layers that have changed since. Collective.
@@ -132,18 +133,11 @@ class Assembly:
         Raises:
             MisconfigurationException: Layers have changed.
         """
-        checks.check_unchanged(self._parameters, self._layers_parameters())
+        now = find_layers(self._root, self._settings.module)
+        checks.check_unchanged(self._parameters, _parameters_of(now))
         with torch.no_grad():
             for tensor in [*self.shared, *outside_buffers(self._root, self._found)]:
                 dist.broadcast(tensor.data, src=0)
-
-    def _layers_parameters(self) -> dict[str, nn.Parameter]:
-        layers = find_layers(self._root, self._settings.module)
-        return {
-            name: parameter
-            for prefix, layer in zip(layers.names, layers.layers, strict=True)
-            for name, parameter in layer.named_parameters(prefix, remove_duplicate=False)
-        }
 
     def connect(self, transport: Transport, random_states: RandomStates) -> Pipeline:
         """Let the pipelined module's calls go through the pipeline.
@@ -287,6 +281,14 @@ class Assembly:
 
     def _count(self, batch: Any) -> int:
         return self._timing.count(find_batch_size(batch) or 1)
+
+
+def _parameters_of(found: PipelinedLayers) -> dict[str, nn.Parameter]:
+    return {
+        name: parameter
+        for prefix, layer in zip(found.names, found.layers, strict=True)
+        for name, parameter in layer.named_parameters(prefix, remove_duplicate=False)
+    }
 
 
 class _CheckedOnce:

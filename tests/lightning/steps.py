@@ -1,8 +1,7 @@
-"""A module with all steps, a callback that sees what a run does, and Trainers."""
+"""A module with all steps, a callback that sees what a run does, and what comes of it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from trainer.lit import Classifier, Options, numbers, samples, weights
-
-from lightning_pipe import PipelineStrategy
+from trainer.lit import Classifier, numbers, samples, weights
 
 
 class Steps(Classifier):
@@ -92,34 +89,6 @@ class Spy(Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._saw("epoch ends", trainer)
-
-
-QUIET: Options = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "precision": "64-true",
-    "max_epochs": 2,
-    "num_sanity_val_steps": 0,
-    "log_every_n_steps": 1,
-}
-
-
-def make_trainer(pipeline: Options | None, **options: Any) -> L.Trainer:
-    """A quiet Trainer in float64; an option ``None`` is left at Lightning's default.
-
-    Args:
-        pipeline: arguments of PipelineStrategy; with None it is plain Lightning on one device.
-        options: of the Trainer.
-    """
-    if pipeline is None:
-        where: Options = {"strategy": "auto", "devices": 1}
-    else:
-        where = {"strategy": PipelineStrategy(**pipeline), "devices": int(os.environ["NUM_RANKS"])}
-    given = {**QUIET, **where, **options}
-    return L.Trainer(**{name: value for name, value in given.items() if value is not None})
 
 
 def outcome(run: L.Trainer, module: L.LightningModule, spy: Spy) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from steps import Spy, Steps, assert_same, load, make_trainer, outcome
+from steps import Spy, Steps, assert_same, load, outcome
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from trainer.lit import FEATURES, Options
+from trainer.lit import trainer as make_trainer
 from trainer.ranks import Ranks
 
 

@@ -24,9 +24,10 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from rich import reconfigure
-from steps import Spy, Steps, assert_same, make_trainer, outcome
+from steps import Spy, Steps, assert_same, outcome
 from torch import Tensor, nn
 from trainer.lit import Options
+from trainer.lit import trainer as make_trainer
 from trainer.ranks import Ranks
 
 # --------------------------------------------------------------------------------- what is trained

@@ -22,10 +22,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import CombinedLoader
-from steps import Spy, Steps, assert_same, load, make_trainer, outcome
+from steps import Spy, Steps, assert_same, load, outcome
 from torch import Tensor, nn
 from torch.nn import functional as F
 from trainer.lit import WIDTH, Options
+from trainer.lit import trainer as make_trainer
 from trainer.ranks import Ranks
 
 Seen = Callable[[L.Trainer, Any, Path], Any]

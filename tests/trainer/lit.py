@@ -71,13 +71,14 @@ class Samples(L.LightningDataModule):
 
 
 def trainer(pipeline: Options | None, **options: Any) -> L.Trainer:
-    """A quiet Trainer that computes in float64.
+    """A quiet Trainer that computes in float64; an option ``None`` is left at Lightning's default.
 
     Args:
         pipeline: arguments of PipelineStrategy; with None it is plain Lightning on one device.
         options: of the Trainer.
     """
     quiet = {
+        "accelerator": "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -92,7 +93,8 @@ def trainer(pipeline: Options | None, **options: Any) -> L.Trainer:
     else:
         devices = int(os.environ["NUM_RANKS"])
         where = {"strategy": PipelineStrategy(**pipeline), "devices": devices}
-    return L.Trainer(accelerator="cpu", **{**quiet, **where, **options})
+    given = {**quiet, **where, **options}
+    return L.Trainer(**{name: value for name, value in given.items() if value is not None})
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

@@ -126,9 +126,9 @@ def test_who_catches_the_error_can_go_on(ranks: Ranks, tmp_path: Path, pipeline:
     assert torch.load(rest, weights_only=True)["epoch"] == 2
 
 
-def save_to(pipeline: Options, path: Path) -> str:
+def save_to(pipeline: Options, path: Path, module: type[Classifier] = Classifier) -> str:
     run = trainer(pipeline, max_epochs=1)
-    run.fit(Classifier(), loader())
+    run.fit(module(), loader())
     with pytest.raises(CheckpointError) as caught:
         run.save_checkpoint(path)
     return str(caught.value)
@@ -157,17 +157,9 @@ class Keeps(Classifier):
         checkpoint["mine"] = Unreadable()
 
 
-def save_what_cannot_be_pickled(pipeline: Options, path: Path) -> str:
-    run = trainer(pipeline, max_epochs=1)
-    run.fit(Keeps(), loader())
-    with pytest.raises(CheckpointError) as caught:
-        run.save_checkpoint(path)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("pipeline", [FILE, DIRECTORY], ids=["file", "directory"])
 def test_what_cannot_be_pickled(ranks: Ranks, tmp_path: Path, pipeline: Options) -> None:
-    for error in ranks.run(2, save_what_cannot_be_pickled, pipeline, tmp_path / "x.ckpt"):
+    for error in ranks.run(2, save_to, pipeline, tmp_path / "x.ckpt", Keeps):
         assert "Rank 0: ValueError: some reason." in error
     assert [*tmp_path.iterdir()] == []
 
