@@ -17,7 +17,7 @@ from lightning_pipe.runtime.distributed_transport import GlooTransport
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Stage
-from lightning_pipe.schedule import Placement, Timeline, make_plan, policy_for, simulate
+from lightning_pipe.schedule import Costs, Placement, Timeline, make_plan, policy_for, simulate
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=120)
@@ -30,7 +30,7 @@ class Model(PipelinedModule, nn.Sequential):
 def ideal_seconds(schedule: str, p: int, m: int, v: int, t_f: float, t_b: float) -> float:
     """The step time of the schedule if all but the sleep were free."""
     plan = make_plan(schedule, Placement.round_robin(p, v), m)
-    timeline: Timeline = simulate(plan, t_f / v, t_b / v)
+    timeline: Timeline = simulate(plan, Costs(t_f / v, t_b / v))
     return timeline.makespan
 
 

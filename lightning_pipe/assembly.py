@@ -43,7 +43,7 @@ from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Checkpointing, Stage
 from lightning_pipe.runtime.transport import Transport
-from lightning_pipe.schedule import Placement, Plan, make_plan, policy_for, simulate
+from lightning_pipe.schedule import Plan, look_up, make_plan, policy_for, simulate
 
 _LONG_FILL = 100  # micro-batches; a longer one has no noticeable bubble, and takes long to simulate
 _DEBUG = "LIGHTNING_PIPE_DEBUG"  # variable of the environment: compare versions at every message
@@ -82,7 +82,7 @@ class Assembly:
         self, root: LightningModule, settings: Settings, rank: int, num_ranks: int
     ) -> None:
         self._root, self._settings, self._rank = root, settings, rank
-        self._placement = Placement.round_robin(num_ranks, settings.stages_per_rank)
+        self._placement = look_up(settings.schedule).place(num_ranks, settings.stages_per_rank)
         self._timing = Timing(
             settings.schedule,
             settings.num_microbatches,
@@ -175,6 +175,7 @@ class Assembly:
             outside_buffers(self._root, self._found),  # now: a change of dtype replaces buffers
             settings.evaluation_outputs,
             compares_versions=os.environ.get(_DEBUG, "") not in ("", "0"),
+            last_rank=self._placement.rank_of[-1],
         )
         swap_class(found.module, PipelinedModule)
         attach(found.module, _CheckedOnce(self.pipeline, self))

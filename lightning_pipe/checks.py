@@ -24,9 +24,9 @@ from lightning_pipe.checkpoint import PipelineCheckpointIO
 from lightning_pipe.loss_scaling import scaler_of
 from lightning_pipe.schedule import (
     SCHEDULES,
-    Placement,
     ScheduleError,
     VersionPolicy,
+    look_up,
     make_plan,
     policy_for,
     schedule_names,
@@ -88,7 +88,11 @@ def check_arguments(arguments: dict[str, Any]) -> None:
 
 
 def check_schedule(
-    schedule: str, num_microbatches: Any, stages_per_rank: int, num_ranks: int | None
+    schedule: str,
+    num_microbatches: Any,
+    stages_per_rank: int,
+    num_ranks: int | None,
+    activation_checkpointing: str = "none",
 ) -> None:
     """Check that a schedule is known and takes its options.
 
@@ -97,6 +101,7 @@ def check_schedule(
         num_microbatches: A number, or "auto", which adapts itself.
         stages_per_rank: A number.
         num_ranks: As long as it is unknown, what depends on it is not checked.
+        activation_checkpointing: The option.
 
     Raises:
         MisconfigurationException: With the reason and what would be valid.
@@ -110,17 +115,29 @@ def check_schedule(
             f"PipelineStrategy(schedule={schedule!r}) does not train. Choose one of "
             f"{', '.join(schedule_names())}."
         )
-    if schedule not in schedule_names() or num_ranks is not None:
-        ranks = num_ranks or 1
-        count = ranks if num_microbatches == "auto" else num_microbatches
-        if num_microbatches == "auto" and schedule == "naive":
-            count = 1
-        continuous = schedule in SCHEDULES and SCHEDULES[schedule].continuous
-        try:
-            placement = Placement.round_robin(ranks, stages_per_rank)
-            make_plan(schedule, placement, (count, count) if continuous else count)
-        except ScheduleError as error:
-            raise MisconfigurationException(f"PipelineStrategy: {error}") from error
+    try:
+        recipe = look_up(schedule)
+        if num_ranks is None:
+            return
+        placement = recipe.place(num_ranks, stages_per_rank)
+        count = num_microbatches
+        if count == "auto":
+            count = recipe.most_microbatches(placement)
+        plan = make_plan(schedule, placement, (count, count) if recipe.continuous else count)
+    except ScheduleError as error:
+        raise MisconfigurationException(f"PipelineStrategy: {error}") from error
+    if not placement.in_order:
+        raise MisconfigurationException(
+            f"PipelineStrategy(schedule={schedule!r}): its stages are on ranks "
+            f"{placement.rank_of}; expected ranks numbered in the order in which a micro-batch "
+            "reaches them first. Number them so."
+        )
+    if plan.split and activation_checkpointing != "none":
+        raise MisconfigurationException(
+            f"PipelineStrategy(activation_checkpointing={activation_checkpointing!r}): schedule="
+            f"{schedule!r} runs backwards in two parts, and each would compute the forward again. "
+            "Set activation_checkpointing='none', or choose '1f1b' or 'interleaved'."
+        )
 
 
 def check_module(module: LightningModule, fitting: bool) -> None:
@@ -229,7 +246,7 @@ def check_precision(precision: Precision, schedule: str, weight_stashing: bool) 
     Raises:
         MisconfigurationException: It scales losses, or keeps weights that must not be kept.
     """
-    if SCHEDULES[schedule].continuous and scaler_of(precision) is not None:
+    if look_up(schedule).continuous and scaler_of(precision) is not None:
         raise MisconfigurationException(
             f"precision={precision.precision!r} scales the loss, and all stages would have to skip "
             f"an update together, but with schedule={schedule!r} they update at different times. "

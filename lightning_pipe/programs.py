@@ -9,11 +9,11 @@ from typing import Literal
 from lightning_pipe.runtime.executor import Program
 from lightning_pipe.runtime.transport import ReceiveModel
 from lightning_pipe.schedule import (
-    SCHEDULES,
     Placement,
     Rounds,
     VersionPolicy,
     accepts,
+    look_up,
     make_plan,
 )
 
@@ -37,20 +37,13 @@ class Timing:
     @property
     def continuous(self) -> bool:
         """Whether the pipeline stays full between batches."""
-        return SCHEDULES[self.schedule].continuous
+        return look_up(self.schedule).continuous
 
     def count(self, batch_size: int | None) -> int:
         """Into how many micro-batches a batch is cut; ``None``: one that is large enough."""
         if self.num_microbatches != "auto":
             return self.num_microbatches
-        stages = self.placement.num_stages
-        match self.schedule:
-            case "naive" | "pipedream":
-                most = 1
-            case "pipedream_2bw":
-                most = stages  # the smallest that is more than its warm-up
-            case _:
-                most = 4 * stages
+        most = look_up(self.schedule).most_microbatches(self.placement)
         most = most if batch_size is None else min(most, batch_size)
         fitting = (
             count for count in range(most, 0, -1) if accepts(self.schedule, self.placement, count)

@@ -64,14 +64,17 @@ class PipelineStrategy(PipelineProcesses):
         schedule: In which order micro-batches go through the stages: ``"naive"`` (one at a time),
             ``"gpipe"`` (all forwards, then all backwards; Huang et al. 2019), ``"1f1b"`` (one
             forward, one backward, fewer activations; Narayanan et al. 2019), ``"interleaved"``
-            (1f1b with several stages on each rank, a smaller bubble; Narayanan et al. 2021), or,
-            asynchronous, without a bubble between batches, ``"pipedream"`` (an update after every
-            backward; Narayanan et al. 2019) or ``"pipedream_2bw"`` (one per batch, delayed by one;
-            Narayanan et al. 2021).
+            (1f1b with several stages on each rank, a smaller bubble; Narayanan et al. 2021),
+            ``"zero_bubble"`` (gradients of weights fill the bubble; Qi et al. 2024), the name of a
+            schedule that you have registered, or of a CSV file as ``torch.distributed.pipelining``
+            writes them; or, asynchronous, without a bubble between batches, ``"pipedream"`` (an
+            update after every backward; Narayanan et al. 2019) or ``"pipedream_2bw"`` (one per
+            batch, delayed by one; Narayanan et al. 2021).
         num_microbatches: Into how many micro-batches a batch is cut. ``"auto"``: four for each
             stage, at most one for each sample; 1 for ``"pipedream"``, as many as stages for
             ``"pipedream_2bw"``.
-        stages_per_rank: Stages on each rank; more than 1 for ``"interleaved"``.
+        stages_per_rank: Stages on each rank; more than 1 for ``"interleaved"``; for
+            ``"zero_bubble"`` 1, or 2 there and back.
         partition: How layers are put into stages: ``"parameters"`` (the largest stage as small as
             possible), ``"uniform"`` (equally many layers), or a list with the number of layers of
             each stage.
@@ -199,7 +202,11 @@ class PipelineStrategy(PipelineProcesses):
         settings, module = self._settings, self.lightning_module
         assert module is not None
         checks.check_schedule(
-            settings.schedule, settings.num_microbatches, settings.stages_per_rank, self._num_ranks
+            settings.schedule,
+            settings.num_microbatches,
+            settings.stages_per_rank,
+            self._num_ranks,
+            settings.activation_checkpointing,
         )
         checks.check_precision(self.precision_plugin, settings.schedule, settings.weight_stashing)
         checks.check_module(module, module.trainer.state.fn == TrainerFn.FITTING)

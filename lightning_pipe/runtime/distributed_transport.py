@@ -4,7 +4,8 @@ gloo moves no data before the receiver asks for it, and a message costs three to
 much when it is asked for late (75 us against 250 to 390 us on loopback). It stops the process
 when a buffer is smaller than what arrives. Activations and gradients, there and back, have groups,
 and with them connections, of their own: what is sent and what is received contend for the lock of
-a connection (with interleaved stages, where both directions carry both, 0.2 ms a message).
+a connection (with interleaved stages, where both directions carry both, 0.2 ms a message). Control
+messages and results go one way each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from lightning_pipe.runtime.errors import PeerLostError
 from lightning_pipe.runtime.transport import Channel, Pending, ReceiveModel, Route
+
+_THERE_AND_BACK = (Channel.ACTIVATION, Channel.GRADIENT)
 
 
 class GlooTransport:
@@ -42,11 +45,13 @@ class GlooTransport:
         self.device, self._timeout = device, timeout
         self._groups: dict[tuple[Channel, bool], Any] = {}  # bool: whether to a later rank
         me = dist.get_rank()
-        for ranks, channel, forth in itertools.product(pipelines, Channel, (True, False)):
-            group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-            if me in ranks:
-                self._groups[channel, forth] = group
-                self.rank, self.size = list(ranks).index(me), len(ranks)
+        for ranks, channel in itertools.product(pipelines, Channel):
+            both = (True,), (False,)
+            for directions in both if channel in _THERE_AND_BACK else ((True, False),):
+                group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+                if me in ranks:
+                    self._groups |= {(channel, forth): group for forth in directions}
+                    self.rank, self.size = list(ranks).index(me), len(ranks)
         # A send that nobody holds is cancelled, and one that is done does not say so.
         self._sent: dict[Route, deque[tuple[Any, Tensor]]] = defaultdict(deque)
         self._of_round: dict[Route, deque[int]] = defaultdict(deque)  # of them, oldest round first
@@ -89,7 +94,7 @@ class GlooTransport:
         for route, sent in self._sent.items():
             rounds = self._of_round[route]
             rounds.append(len(sent) - sum(rounds))
-            kept = 1 + (control_rounds if route[0] is Channel.CONTROL else 0)
+            kept = 1 if route[0] in _THERE_AND_BACK else 1 + control_rounds
             while len(rounds) > kept:
                 self._let_go(route, rounds.popleft())
 
@@ -114,7 +119,7 @@ class GlooTransport:
 
     def close(self) -> None:
         """Give the connections up. All that was sent must have arrived, on all ranks."""
-        for group in self._groups.values():
+        for group in set(self._groups.values()):
             dist.destroy_process_group(group)
         self._groups = {}
 

@@ -42,11 +42,11 @@ class Endings:
 
     Args:
         transport: Connects the ranks.
+        last: The rank of the last stage.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._last = transport.size - 1
+    def __init__(self, transport: Transport, last: int) -> None:
+        self._transport, self._last = transport, last
         self._said: deque[Ending] = deque()  # on the last rank itself
         self._due = 0  # on the others
         self._asked_for: PendingObject | None = None
@@ -81,4 +81,4 @@ class Endings:
 
     def _ask(self) -> None:
         if self._due and self._asked_for is None:
-            self._asked_for = PendingObject(self._transport, Channel.CONTROL, self._last)
+            self._asked_for = PendingObject(self._transport, Channel.RESULT, self._last)

@@ -17,7 +17,7 @@ from lightning_pipe.runtime.microbatch import join_outputs, leaves_of, split_bat
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.transport import Channel
-from lightning_pipe.schedule.instructions import Backward, Forward, Reduce, Update
+from lightning_pipe.schedule.instructions import AnyBackward, Forward, Reduce, Update
 
 
 class EvaluationRound:
@@ -49,7 +49,7 @@ class EvaluationRound:
             self.outputs.append(output)
         return output
 
-    def backward(self, step: Backward, run: Callable[[], None]) -> None:
+    def backward(self, step: AnyBackward, run: Callable[[], None]) -> None:
         """There are no gradients."""
 
     def reduce(self, step: Reduce) -> None:
@@ -133,7 +133,8 @@ class Evaluation:
         signatures = self._link.signatures("evaluation", pieces)
         activity, loader, number = self._step_of or ("a call outside the steps", "it", self._calls)
         data = checksum(leaves_of(whole))
-        heard, asked = self._link.hear(), self.asked()
+        heard = self._link.hear()
+        asked = self.asked() or self._link.asked
         agreement = passed_on(Agreement(asked, stops=asked), heard)
         shapes = stable_hash(signatures)
         mine = Announcement(activity, loader, number, shapes, data, 0, agreement=agreement)
@@ -154,7 +155,6 @@ class Evaluation:
     def _share_output(self, outputs: list[Any], sizes: list[int], agreement: Agreement) -> Any:
         """The output of the whole batch, on all ranks or on the last one."""
         link = self._link
-        last = link.transport.size - 1
         output = join_outputs(outputs, sizes) if link.is_last else None
         if self._leaves_steps:
             if agreement.stops:
@@ -166,10 +166,11 @@ class Evaluation:
         if link.is_last:
             # The structure of a message travels anyway; a leaf would be a message of its own.
             asked: tuple[Any, ...] = ((),) if agreement.asked else ()
-            for peer in range(last):
+            others = (r for r in range(link.transport.size) if r != link.last)
+            for peer in others:
                 link.mailbox.send((Channel.ACTIVATION, peer), key, None, (output, asked))
         else:
-            route = (Channel.ACTIVATION, last)
+            route = (Channel.ACTIVATION, link.last)
             link.mailbox.expect(route, [(key, None)])
             output, asked = link.mailbox.receive(route, key)[0]
         if asked:

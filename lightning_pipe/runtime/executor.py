@@ -19,9 +19,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_pipe.runtime.errors import PeerLostError, PipelineError
 from lightning_pipe.runtime.mailbox import Key, Mailbox
 from lightning_pipe.runtime.payload import Entrance, Spec, assemble, disassemble, flatten
+from lightning_pipe.runtime.recording import Recorder
+from lightning_pipe.runtime.split_backward import SplitBackward, Start
 from lightning_pipe.runtime.transport import Channel, Route
 from lightning_pipe.schedule.instructions import (
+    AnyBackward,
     Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
     Forward,
     Instruction,
     ReceiveActivation,
@@ -46,8 +52,8 @@ class Work(Protocol):
         """
         ...
 
-    def backward(self, step: Backward, run: Callable[[], None]) -> None:
-        """Run a stage's backward, which is ``run``."""
+    def backward(self, step: AnyBackward, run: Callable[[], None]) -> None:
+        """Run a stage's backward, or a part of it, which is ``run``."""
         ...
 
     def reduce(self, step: Reduce) -> None:
@@ -65,7 +71,7 @@ class Measurements:
 
     Attributes:
         wall: Seconds from the first instruction of each round to its last.
-        busy: Of these, seconds in Forward and Backward instructions.
+        busy: Of these, seconds in forwards and backwards.
         peak_in_flight: For each stage, most micro-batches whose backward was still due.
         rounds: How many.
         batches: How many batches began in them.
@@ -93,7 +99,13 @@ class Executor:
         rank: Of the pipeline, for errors.
         compares_versions: Send with each activation the version of the weights that it was
             computed with, and compare it with the plan.
+
+    Attributes:
+        measured: What it did so far.
+        recorder: Is told of every instruction, if there is one.
     """
+
+    recorder: Recorder | None = None
 
     def __init__(
         self, mailbox: Mailbox, num_stages: int, rank: int, compares_versions: bool = False
@@ -113,7 +125,7 @@ class Executor:
         Raises:
             Exception: Whatever the work raises, with a note that says where.
         """
-        state, measured = self._state, self.measured
+        state, measured, recorder = self._state, self.measured, self.recorder
         state.signatures = signatures
         start, busy = time.perf_counter(), 0.0
         for instruction in program:
@@ -123,8 +135,11 @@ class Executor:
             except Exception as error:
                 _say_where(error, instruction, self._rank)
                 raise
-            if isinstance(instruction, (Forward, Backward)):
-                busy += time.perf_counter() - began
+            ended = time.perf_counter()
+            if isinstance(instruction, Compute):
+                busy += ended - began
+            if recorder is not None:
+                recorder.add(instruction, began, ended)
         measured.wall += time.perf_counter() - start
         measured.busy += busy
         measured.rounds += 1
@@ -141,10 +156,11 @@ class _State:
         self._gradients: dict[Key, list[Tensor | None]] = {}  # by the stage they come back to
         self._entrances: dict[Key, Entrance] = {}
         self._roots: dict[Key, Tensor | list[GradientEdge]] = {}  # of the graphs in flight
+        self._splits: dict[Key, SplitBackward] = {}  # whose second part is due
         self._in_flight: Counter[int] = Counter()
         self.peak: Counter[int] = Counter()
 
-    def execute(self, instruction: Instruction, work: Work) -> None:
+    def execute(self, instruction: Instruction, work: Work) -> None:  # noqa: C901 (a case each)
         """Give an instruction its meaning."""
         match instruction:
             case ReceiveActivation():
@@ -157,6 +173,10 @@ class _State:
                 self.receive_gradient(instruction)
             case Backward():
                 self.backward(instruction, work)
+            case BackwardInput():
+                self.backward_input(instruction, work)
+            case BackwardWeight():
+                self.backward_weight(instruction, work)
             case SendGradient():
                 self.send_gradient(instruction)
             case Reduce():
@@ -190,14 +210,36 @@ class _State:
         self.peak[stage] = max(self.peak[stage], self._in_flight[stage])
 
     def backward(self, step: Backward, work: Work) -> None:
-        stage, microbatch = key = step.stage, step.microbatch
+        key = step.stage, step.microbatch
+        starts = self._starts(key)
+        work.backward(step, lambda: _differentiate(starts))
+        self._leave(key, self._entrances.pop(key, None))
+        self._in_flight[step.stage] -= 1
+
+    def backward_input(self, step: BackwardInput, work: Work) -> None:
+        key = step.stage, step.microbatch
+        entrance = self._entrances.pop(key, None)
+        split = self._splits[key] = SplitBackward(self._starts(key), entrance)
+        work.backward(step, split.input)
+        self._leave(key, entrance)
+
+    def backward_weight(self, step: BackwardWeight, work: Work) -> None:
+        work.backward(step, self._splits.pop((step.stage, step.microbatch)).weight)
+        self._in_flight[step.stage] -= 1
+
+    def _starts(self, key: Key) -> list[Start]:
+        """Where a backward starts: at the loss, or at a stage's outputs, given their gradients."""
         root = self._roots.pop(key)
-        gradients = [] if isinstance(root, Tensor) else self._gradients.pop(key)
-        work.backward(step, lambda: _differentiate(root, gradients))
-        self._in_flight[stage] -= 1
+        if isinstance(root, Tensor):
+            return [(get_gradient_edge(root), torch.ones_like(root))] if root.requires_grad else []
+        gradients = self._gradients.pop(key)
+        return [(edge, g) for edge, g in zip(root, gradients, strict=True) if g is not None]
+
+    def _leave(self, key: Key, entrance: Entrance | None) -> None:
+        """Keep the gradients of what entered a stage for the stage before."""
+        stage, microbatch = key
         if stage > 0:
-            entrance = self._entrances.pop(key, None)
-            gradients = list(entrance.gradients) if entrance is not None else []
+            gradients = entrance.gradients if entrance is not None else ()
             # Copies: autograd may have made the same memory a parameter's gradient, to which the
             # next micro-batch adds.
             copies = [None if gradient is None else gradient.clone() for gradient in gradients]
@@ -235,16 +277,11 @@ class _State:
         self._mailbox.send(route, key, self.signatures[key[1]], tree)
 
 
-def _differentiate(root: Tensor | list[GradientEdge], gradients: list[Tensor | None]) -> None:
-    """Run the backward of a loss, or of a stage's outputs given their gradients."""
-    if isinstance(root, Tensor):
-        if root.requires_grad:
-            torch.autograd.backward(root)
-        return
-    due = [(edge, g) for edge, g in zip(root, gradients, strict=True) if g is not None]
-    if due:
-        edges, given = zip(*due, strict=True)
-        torch.autograd.backward(edges, given)
+def _differentiate(starts: list[Start]) -> None:
+    """Run a whole backward."""
+    if starts:
+        edges, gradients = zip(*starts, strict=True)
+        torch.autograd.backward(edges, gradients)
 
 
 def _enter(tree: Any, spec: Spec) -> tuple[Any, Entrance | None]:

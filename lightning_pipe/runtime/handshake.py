@@ -77,30 +77,51 @@ class Handshake:
 
     Args:
         transport: Connects the ranks.
+        returns: Whether what the last rank says comes back to the first, a round later: where the
+            last stage is not on the last rank, nothing else says who was asked to stop.
+
+    Attributes:
+        asked: On the first rank: whether any rank was asked to stop in an earlier round.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, returns: bool = False) -> None:
         self._transport = transport
+        self._receives = transport.rank > 0 or (returns and transport.size > 1)
+        self._sends = transport.rank + 1 < transport.size or (returns and transport.size > 1)
         self._coming: PendingObject | None = None
+        self._round = 0
+        self.asked = False
 
     def hear(self) -> Announcement | None:
         """The previous rank's announcement of this round; ``None`` on the first rank."""
-        rank = self._transport.rank
-        if rank == 0:
+        rank, self._round = self._transport.rank, self._round + 1
+        if not self._receives:
             return None
-        coming = self._coming or PendingObject(self._transport, Channel.CONTROL, rank - 1)
+        if rank == 0 and self._round == 1:
+            self._ask()
+            return None
+        coming = self._coming or self._ask()
         try:
             heard: Announcement = coming.wait()
         except PipelineError as error:
             error.add_note(f"lightning_pipe: pipeline rank {rank}, waiting for a batch to begin")
             raise
-        self._coming = PendingObject(self._transport, Channel.CONTROL, rank - 1)  # the next
+        self._ask()  # for the next
+        if rank == 0:
+            self.asked |= heard.agreement.asked
+            return None
         return heard
+
+    def _ask(self) -> PendingObject:
+        previous = (self._transport.rank - 1) % self._transport.size
+        self._coming = PendingObject(self._transport, Channel.CONTROL, previous)
+        return self._coming
 
     def say(self, mine: Announcement) -> None:
         """Tell the next rank, if there is one."""
-        if self._transport.rank + 1 < self._transport.size:
-            send_object(self._transport, Channel.CONTROL, self._transport.rank + 1, mine)
+        if self._sends:
+            next_rank = (self._transport.rank + 1) % self._transport.size
+            send_object(self._transport, Channel.CONTROL, next_rank, mine)
 
 
 def compare(mine: Announcement, heard: Announcement, rank: int, arguments: bool) -> None:

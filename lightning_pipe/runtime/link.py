@@ -32,27 +32,33 @@ class Link:
     """What training and evaluation share on one rank.
 
     Args:
-        transport: Connects the ranks; the last stage lives on the last rank.
+        transport: Connects the ranks.
+        last: The rank of the last stage.
         parameters: Of the whole model, un-owned ones included: which of them are frozen is part
             of what messages look like.
     """
 
-    def __init__(self, transport: Transport, parameters: Sequence[nn.Parameter]) -> None:
-        self.transport, self._parameters = transport, list(parameters)
-        self.mailbox, self._handshake = Mailbox(transport), Handshake(transport)
+    def __init__(self, transport: Transport, last: int, parameters: Sequence[nn.Parameter]) -> None:
+        self.transport, self.last, self._parameters = transport, last, list(parameters)
+        self.mailbox = Mailbox(transport)
+        self._handshake = Handshake(transport, returns=last != transport.size - 1)
 
     @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage."""
-        return self.transport.rank == self.transport.size - 1
+        return self.transport.rank == self.last
 
     def from_last(self, value: Any) -> Any:
-        """Give the last rank's value to all; the others' is ignored. Collective."""
+        """Give the value of the last stage's rank to all; others' are ignored. Collective."""
         if not self.is_last:
-            last = self.transport.size - 1
-            return PendingObject(self.transport, Channel.CONTROL, last).wait()
+            return PendingObject(self.transport, Channel.RESULT, self.last).wait()
         give_to_others(self.transport, value)
         return value
+
+    @property
+    def asked(self) -> bool:
+        """On the first rank: whether others were asked to stop, if no ending will say so."""
+        return self._handshake.asked
 
     def hear(self) -> Announcement | None:
         """What the previous rank is about to do; ``None`` on the first rank."""

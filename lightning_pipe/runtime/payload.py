@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 _ANCHOR = torch.empty((), requires_grad=True)  # makes autograd record an entrance; never changes
@@ -133,6 +134,10 @@ class Entrance:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(tensors)
+
+    def is_at(self, node: Node) -> bool:
+        """Whether a node of a graph is the one through which gradients come out here."""
+        return getattr(node, "entrance", None) is self
 
     def enter(self) -> list[Tensor]:
         """The tensors, which require gradients now; :attr:`gradients` is filled by backward."""

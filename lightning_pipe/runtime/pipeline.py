@@ -13,6 +13,7 @@ from lightning_pipe.runtime.executor import Measurements, Program
 from lightning_pipe.runtime.link import Link
 from lightning_pipe.runtime.microbatch import split_batch
 from lightning_pipe.runtime.random_state import RandomStates
+from lightning_pipe.runtime.recording import Recorder
 from lightning_pipe.runtime.rounds import TrainingPrograms, TrainingRounds, Wishes
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.steps import MicroBatches, Scale, Step
@@ -38,7 +39,7 @@ class Pipeline:
         num_stages: Of the whole model.
         num_microbatches: Into which a batch is cut, or a function of the batch size.
         programs: What this rank runs.
-        transport: Connects the ranks; the last stage lives on the last rank.
+        transport: Connects the ranks.
         random_states: Seed the streams of step and layers.
         shared: Parameters outside the layers; on every rank, equal.
         all_parameters: Of the whole model, un-owned ones included: which of them are frozen is
@@ -51,6 +52,7 @@ class Pipeline:
             ``"last"``: only the last, the others leave the step.
         compares_versions: Whether an asynchronous schedule sends with each activation the version
             of the weights that it was computed with, to be compared with the plan.
+        last_rank: The rank of the last stage; by default the last one.
 
     Attributes:
         before_call: Called before a pipelined call outside of training while micro-batches of
@@ -74,10 +76,12 @@ class Pipeline:
         shared_buffers: Sequence[Tensor] = (),
         evaluation_outputs: Literal["all", "last"] = "all",
         compares_versions: bool = False,
+        last_rank: int | None = None,
     ) -> None:
         self.stages = dict(stages)
         self._num_microbatches, self._split = num_microbatches, split
-        self._link = Link(transport, all_parameters)
+        last = transport.size - 1 if last_rank is None else last_rank
+        self._link = Link(transport, last, all_parameters)
         self._training = TrainingRounds(
             self._link,
             self.stages,
@@ -111,6 +115,10 @@ class Pipeline:
     def in_flight(self) -> bool:
         """Whether micro-batches are left in the pipeline, between batches."""
         return self._training.in_flight
+
+    def record_to(self, recorder: Recorder | None) -> None:
+        """Let a recorder keep what this rank does in training; ``None``: no more."""
+        self._training.record_to(recorder)
 
     def apply_updates_by(self, apply_update: ApplyUpdate) -> None:
         """Set who makes the updates that are not left to the caller of :meth:`train`."""

@@ -7,6 +7,7 @@ fill. All else is the same: a synchronous round is a fill of one batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from lightning_pipe.runtime.handshake import Agreement, Announcement, checksum, 
 from lightning_pipe.runtime.link import Link, stable_hash
 from lightning_pipe.runtime.microbatch import leaves_of
 from lightning_pipe.runtime.random_state import RandomStates
+from lightning_pipe.runtime.recording import AwaitBatch, AwaitEnding, Recorder
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.steps import BatchSteps, MicroBatches, Scale, Step
 from lightning_pipe.runtime.training import (
@@ -139,7 +141,7 @@ class TrainingRounds:
         self._executor = Executor(
             link.mailbox, num_stages, link.transport.rank, compares_versions and programs.continuous
         )
-        self._endings = Endings(link.transport)
+        self._endings = Endings(link.transport, link.last)
         self._work: SynchronousWork | AsynchronousWork
         if programs.continuous:
             (stage,) = stages.values()
@@ -156,6 +158,10 @@ class TrainingRounds:
         """See :meth:`Pipeline.scale_losses_by`."""
         assert isinstance(self._work, SynchronousWork)
         self._work.scale_loss = scale
+
+    def record_to(self, recorder: Recorder | None) -> None:
+        """See :meth:`Pipeline.record_to`."""
+        self._executor.recorder = recorder
 
     @property
     def in_flight(self) -> bool:
@@ -197,8 +203,9 @@ class TrainingRounds:
             wishes: Of this rank.
         """
         signatures = self._link.signatures("training", batch.pieces)
-        heard = self._link.hear()
-        mine = Agreement(wishes.asked, wishes.asked or self._asked, wishes.decisions)
+        heard = self._hear()
+        asked = wishes.asked or self._link.asked
+        mine = Agreement(asked, asked or self._asked, wishes.decisions)
         agreement = passed_on(mine, heard)
         ends = wishes.ends(agreement.decisions)
         announcement = Announcement(
@@ -258,9 +265,32 @@ class TrainingRounds:
             return []
         self._link.meet("draining after", "training", fill.last_batch)
         program = self._programs.drain(fill.batches, fill.size)
+        if self._executor.recorder is not None:
+            self._executor.recorder.begin_round(fill.batches)
         self._work.begin(None, fill.microbatches, None)
         self._run(program, None)
         return self._finish(drained=True)
+
+    def _hear(self) -> Announcement | None:
+        """What the previous rank is about to do."""
+        recorder = self._executor.recorder
+        if recorder is None:
+            return self._link.hear()
+        recorder.begin_round(self._fill.batches)
+        began = time.perf_counter()
+        heard = self._link.hear()
+        if heard is not None:
+            recorder.add(AwaitBatch(), began, time.perf_counter())
+        return heard
+
+    def _hear_endings(self, leave: int) -> list[Ending]:
+        """What the last rank says of the batches that have come to an end."""
+        recorder, latest = self._executor.recorder, self._fill.batches - 1 - leave
+        began = time.perf_counter()
+        endings = self._endings.hear(leave)
+        if recorder is not None and latest >= 0 and not self._link.is_last:
+            recorder.add(AwaitEnding(latest), began, time.perf_counter())
+        return endings
 
     def _apply(self, *update: Any) -> None:
         self.apply_update(*update)
@@ -292,7 +322,7 @@ class TrainingRounds:
     def _finish(self, drained: bool) -> list[BatchResult]:
         """Take the last rank's word on what has come to an end."""
         fill, lag = self._fill, self._programs.lag(self._fill.size)
-        endings = self._endings.hear(leave=0 if drained else lag)
+        endings = self._hear_endings(0 if drained else lag)
         if drained:
             self._fill = _Fill()
             self._work.end_fill()

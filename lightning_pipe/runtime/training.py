@@ -14,7 +14,7 @@ from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.steps import BatchSteps, Losses, Scale, unscaled
 from lightning_pipe.runtime.transport import Transport
 from lightning_pipe.runtime.weights import Gradients, WeightStore, count_bytes
-from lightning_pipe.schedule.instructions import Backward, Forward, Reduce, Update
+from lightning_pipe.schedule.instructions import AnyBackward, Forward, Reduce, Update
 
 ApplyUpdate = Callable[[Gradients, int], None]
 """Makes an update at once: the gradients, and the number of the batch that they come from."""
@@ -150,7 +150,7 @@ class SynchronousWork:
         assert self._steps is not None
         return self._steps.forward(step.stage, step.microbatch, activation)
 
-    def backward(self, step: Backward, run: Callable[[], None]) -> None:
+    def backward(self, step: AnyBackward, run: Callable[[], None]) -> None:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
         run()
 
@@ -228,7 +228,7 @@ class AsynchronousWork:
         with self._store.reading(step.version):
             return self._steps.forward(step.stage, step.microbatch - self._first, activation)
 
-    def backward(self, step: Backward, run: Callable[[], None]) -> None:
+    def backward(self, step: AnyBackward, run: Callable[[], None]) -> None:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
         with self._store.reading(step.version):
             run()

@@ -23,9 +23,17 @@ _FRAME_BYTES = 4096  # an object up to this size is one message
 
 
 class Channel(Enum):
-    """What travels apart from the rest, so that neither delays the other."""
+    """What travels apart from the rest, so that neither delays the other.
+
+    Attributes:
+        CONTROL: From each rank to the next: what is about to happen.
+        RESULT: From the rank of the last stage to all others: what came of it.
+        ACTIVATION: From a stage to the next.
+        GRADIENT: From a stage to the one before.
+    """
 
     CONTROL = "control"
+    RESULT = "result"
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
@@ -74,7 +82,7 @@ class Transport(Protocol):
         """End a round, and wait until all that was sent in earlier ones has arrived.
 
         Args:
-            control_rounds: For so many rounds more, control messages may be under way.
+            control_rounds: For so many rounds more, control messages and results may be under way.
         """
         ...
 
@@ -111,11 +119,11 @@ def send_object(transport: Transport, channel: Channel, peer: int, value: Any) -
 
 
 def give_to_others(transport: Transport, value: Any) -> None:
-    """Send an object to all other ranks, as a control message."""
+    """Send an object to all other ranks, as a result."""
     data = _pickled(value)
     for peer in range(transport.size):
         if peer != transport.rank:
-            _send_pickled(transport, Channel.CONTROL, peer, data)
+            _send_pickled(transport, Channel.RESULT, peer, data)
 
 
 def _send_pickled(transport: Transport, channel: Channel, peer: int, data: bytes) -> int:

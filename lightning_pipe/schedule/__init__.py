@@ -6,9 +6,13 @@ or for one fill over several. `Rounds` cuts such a fill into batches.
 
 from __future__ import annotations
 
+from lightning_pipe.schedule.costs import Costs
+from lightning_pipe.schedule.csv_file import dump_csv, load_csv
 from lightning_pipe.schedule.errors import ScheduleError
 from lightning_pipe.schedule.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Communication,
     Compute,
     Forward,
@@ -26,7 +30,14 @@ from lightning_pipe.schedule.instructions import (
 from lightning_pipe.schedule.plan import accepts, make_plan
 from lightning_pipe.schedule.programs import Placement, Plan, VersionPolicy
 from lightning_pipe.schedule.progress import ReceiveModel
-from lightning_pipe.schedule.registry import SCHEDULES, Schedule, policy_for, schedule_names
+from lightning_pipe.schedule.registry import (
+    SCHEDULES,
+    Schedule,
+    look_up,
+    policy_for,
+    register_schedule,
+    schedule_names,
+)
 from lightning_pipe.schedule.render import text_grid
 from lightning_pipe.schedule.rounds import Rounds
 from lightning_pipe.schedule.simulate import Event, Timeline, simulate
@@ -36,8 +47,11 @@ from lightning_pipe.schedule.versions import live_versions, staleness
 __all__ = [
     "SCHEDULES",
     "Backward",
+    "BackwardInput",
+    "BackwardWeight",
     "Communication",
     "Compute",
+    "Costs",
     "Event",
     "Forward",
     "Instruction",
@@ -59,9 +73,13 @@ __all__ = [
     "VersionPolicy",
     "accepts",
     "dependencies",
+    "dump_csv",
     "live_versions",
+    "load_csv",
+    "look_up",
     "make_plan",
     "policy_for",
+    "register_schedule",
     "schedule_names",
     "simulate",
     "staleness",

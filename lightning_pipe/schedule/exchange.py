@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from lightning_pipe.schedule.instructions import Compute, Instruction, Receive, requirements
 from lightning_pipe.schedule.programs import Plan
-from lightning_pipe.schedule.simulate import simulate
+from lightning_pipe.schedule.simulate import equal_steps, simulate
 
 
 def pair_exchanges(plan: Plan) -> Plan:
@@ -29,7 +29,7 @@ def pair_exchanges(plan: Plan) -> Plan:
     Returns:
         The plan with the same computes in the same order.
     """
-    events = simulate(plan, forward=1.0, backward=1.0).events
+    events = simulate(plan, equal_steps(plan)).events
     start = {event.instruction: event.start for event in events}
     sent = {  # when the message of each receive is sent
         step: start[needed[0]]

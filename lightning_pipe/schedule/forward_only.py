@@ -21,10 +21,9 @@ def forward_only(placement: Placement, num_microbatches: int) -> ComputeOrder:
         placement: Any placement.
         num_microbatches: Any number.
 
-    Returns:
+    Yields:
         The compute order of each rank.
     """
-    return [
-        [Forward(stage, i) for stage in placement.stages_of(rank) for i in range(num_microbatches)]
-        for rank in range(placement.num_ranks)
-    ]
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_of(rank)
+        yield [Forward(stage, i) for stage in stages for i in range(num_microbatches)]

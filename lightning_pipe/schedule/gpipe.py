@@ -26,17 +26,15 @@ def gpipe(placement: Placement, num_microbatches: int) -> ComputeOrder:
         placement: Any placement.
         num_microbatches: Any number.
 
-    Returns:
+    Yields:
         The compute order of each rank.
     """
     microbatches = range(num_microbatches)
-    order: ComputeOrder = []
     for rank in range(placement.num_ranks):
         stages = placement.stages_of(rank)
         steps: list[Compute] = [Forward(stage, i) for stage in stages for i in microbatches]
         steps += [Backward(stage, i) for stage in reversed(stages) for i in microbatches]
-        order.append(steps)
-    return order
+        yield steps
 
 
 def gpipe_in_flight(placement: Placement, num_microbatches: int) -> tuple[int, ...]:

@@ -7,6 +7,10 @@ simulation all read that one rule, so they cannot disagree about it.
 The spelling of ``str(instruction)`` is the one of ``torch.distributed.pipelining``: ``2F0`` is the
 forward of micro-batch 0 on stage 2, ``2RECV_B0`` the receipt of the gradient that ``2B0`` starts
 from.
+
+A backward is one instruction, or two: `BackwardInput`, for which other stages wait, and
+`BackwardWeight`, for which nobody does, so that it can fill a bubble (Qi et al. 2024). A plan says
+in ``split`` which micro-batches have it in two.
 """
 
 from __future__ import annotations
@@ -67,6 +71,48 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """Run the part of a stage's backward that the stage before waits for.
+
+    Roughly: ``grad(output[stage, i], input[stage, i], output_gradient[stage, i])``.
+
+    Attributes:
+        stage: Stage whose backward runs.
+        microbatch: Micro-batch, numbered from 0 over the life of a fill.
+        version: Version of the weights to be read; takes no part in ``==`` (see `Forward`).
+    """
+
+    stage: int
+    microbatch: int
+    version: int = field(default=0, compare=False)
+
+    def __str__(self) -> str:
+        """Spell it as torch does, ``2I0``."""
+        return f"{self.stage}I{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """Run the rest of a stage's backward: the gradients of its weights.
+
+    Roughly: ``weights.grad += grad(output[stage, i], weights, output_gradient[stage, i])``.
+
+    Attributes:
+        stage: Stage whose backward runs.
+        microbatch: Micro-batch, numbered from 0 over the life of a fill.
+        version: Version of the weights to be read; takes no part in ``==`` (see `Forward`).
+    """
+
+    stage: int
+    microbatch: int
+    version: int = field(default=0, compare=False)
+
+    def __str__(self) -> str:
+        """Spell it as torch does, ``2W0``."""
+        return f"{self.stage}W{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
 class SendActivation:
     """Send a stage's output to the rank of the next stage.
 
@@ -119,7 +165,7 @@ class SendGradient:
     Roughly: ``send(input[stage, i].grad, to=peer)``; returns at once.
 
     Attributes:
-        stage: Stage whose `Backward` computed the gradient.
+        stage: Stage whose `Backward` or `BackwardInput` computed the gradient.
         microbatch: Micro-batch that it belongs to.
         peer: Rank of ``stage - 1``.
     """
@@ -140,7 +186,7 @@ class ReceiveGradient:
     Roughly: ``output_gradient[stage, i] = receive(source=peer)``.
 
     Attributes:
-        stage: Stage whose `Backward` will use the gradient.
+        stage: Stage whose `Backward` or `BackwardInput` will use the gradient.
         microbatch: Micro-batch that it belongs to.
         peer: Rank of ``stage + 1``.
     """
@@ -195,7 +241,12 @@ class Update:
         return f"{self.stage}UPDATE{self.update or ''}"
 
 
-Compute: TypeAlias = Forward | Backward
+GradientSource: TypeAlias = Backward | BackwardInput
+"""What computes the gradient of a stage's input."""
+LastBackward: TypeAlias = Backward | BackwardWeight
+"""What ends a micro-batch on a stage: its activations are kept until then."""
+AnyBackward: TypeAlias = Backward | BackwardInput | BackwardWeight
+Compute: TypeAlias = Forward | AnyBackward
 Send: TypeAlias = SendActivation | SendGradient
 Receive: TypeAlias = ReceiveActivation | ReceiveGradient
 Communication: TypeAlias = Send | Receive
@@ -210,48 +261,61 @@ def dependencies(instruction: Instruction, plan: Plan) -> tuple[Instruction, ...
 
     Args:
         instruction: Any instruction of the plan.
-        plan: Gives the placement, and which micro-batches make an update; its programs are not
-            read.
+        plan: Gives the placement, which micro-batches make an update, and which backwards are
+            split; its programs are not read.
 
     Returns:
         The dependencies; none for a forward on stage 0.
     """
-    rank_of = plan.placement.rank_of
     match instruction:
         case Forward(stage, i):
-            return _input_of(stage, i, rank_of)
-        case Backward(stage, i):
-            return Forward(stage, i), *_output_gradient_of(stage, i, rank_of)
+            return _input_of(stage, i, plan)
+        case Backward(stage, i) | BackwardInput(stage, i):
+            return Forward(stage, i), *_output_gradient_of(stage, i, plan)
+        case BackwardWeight(stage, i):
+            return (BackwardInput(stage, i),)
         case ReceiveActivation(stage, i):
-            return (SendActivation(stage - 1, i, peer=rank_of[stage]),)
+            return (SendActivation(stage - 1, i, peer=plan.placement.rank_of[stage]),)
         case ReceiveGradient(stage, i):
-            return (SendGradient(stage + 1, i, peer=rank_of[stage]),)
+            return (SendGradient(stage + 1, i, peer=plan.placement.rank_of[stage]),)
         case SendActivation(stage, i):
             return (Forward(stage, i),)
         case SendGradient(stage, i):
-            return (Backward(stage, i),)
+            return (gradient_source(stage, i, plan),)
         case Reduce(stage, update):
-            return tuple(Backward(stage, i) for i in plan.microbatches_of(update))
+            return tuple(last_backward(stage, i, plan) for i in plan.microbatches_of(update))
         case Update(stage, update):
             return (Reduce(stage, update),)
 
 
-def _input_of(stage: int, i: int, rank_of: tuple[int, ...]) -> tuple[Instruction, ...]:
+def gradient_source(stage: int, i: int, plan: Plan) -> GradientSource:
+    """Name what computes the gradient of a stage's input."""
+    return BackwardInput(stage, i) if (stage, i) in plan.split else Backward(stage, i)
+
+
+def last_backward(stage: int, i: int, plan: Plan) -> LastBackward:
+    """Name what completes the gradients of a stage's weights."""
+    return BackwardWeight(stage, i) if (stage, i) in plan.split else Backward(stage, i)
+
+
+def _input_of(stage: int, i: int, plan: Plan) -> tuple[Instruction, ...]:
     """Name what brings a forward its input; the first stage takes it from the batch."""
     if stage == 0:
         return ()
+    rank_of = plan.placement.rank_of
     peer = rank_of[stage - 1]
     local = peer == rank_of[stage]
     return (Forward(stage - 1, i) if local else ReceiveActivation(stage, i, peer),)
 
 
-def _output_gradient_of(stage: int, i: int, rank_of: tuple[int, ...]) -> tuple[Instruction, ...]:
+def _output_gradient_of(stage: int, i: int, plan: Plan) -> tuple[Instruction, ...]:
     """Name what brings a backward the gradient of its output; the last stage has its own loss."""
+    rank_of = plan.placement.rank_of
     if stage == len(rank_of) - 1:
         return ()
     peer = rank_of[stage + 1]
     local = peer == rank_of[stage]
-    return (Backward(stage + 1, i) if local else ReceiveGradient(stage, i, peer),)
+    return (gradient_source(stage + 1, i, plan) if local else ReceiveGradient(stage, i, peer),)
 
 
 def requirements(plan: Plan) -> Mapping[Instruction, tuple[Instruction, ...]]:

@@ -25,20 +25,18 @@ def interleaved(placement: Placement, num_microbatches: int) -> ComputeOrder:
         placement: v >= 2 stages per rank, stage s on rank s % P.
         num_microbatches: A multiple of P.
 
-    Returns:
+    Yields:
         The compute order of each rank.
     """
     num_ranks = placement.num_ranks
     groups = [range(i, i + num_ranks) for i in range(0, num_microbatches, num_ranks)]
-    order: ComputeOrder = []
     for rank in range(num_ranks):
         stages = placement.stages_of(rank)
         forwards = [Forward(stage, i) for group in groups for stage in stages for i in group]
         backwards = [
             Backward(stage, i) for group in groups for stage in reversed(stages) for i in group
         ]
-        order.append(alternate(forwards, backwards, _warm_up(placement, rank)))
-    return order
+        yield alternate(forwards, backwards, _warm_up(placement, rank))
 
 
 def _warm_up(placement: Placement, rank: int) -> int:

@@ -18,9 +18,12 @@ from dataclasses import replace
 
 from lightning_pipe.schedule.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Compute,
     Forward,
     Instruction,
+    LastBackward,
     Receive,
     ReceiveActivation,
     Reduce,
@@ -29,14 +32,14 @@ from lightning_pipe.schedule.instructions import (
     Update,
     requirements,
 )
-from lightning_pipe.schedule.programs import ComputeOrder, Plan, VersionPolicy
+from lightning_pipe.schedule.programs import Plan, VersionPolicy
 
 
-def lower(plan: Plan, order: ComputeOrder) -> Plan:
+def lower(plan: Plan, order: list[list[Compute]]) -> Plan:
     """Insert everything that is not compute.
 
     Args:
-        plan: A plan without programs.
+        plan: A plan without programs; ``split`` is found here.
         order: Annotated compute order of all ranks.
 
     Returns:
@@ -48,6 +51,7 @@ def lower(plan: Plan, order: ComputeOrder) -> Plan:
           end if there is none (PipeDream-2BW);
         - at the end (synchronous).
     """
+    plan = replace(plan, split=_split(order))
     required = requirements(plan)
     sends: dict[Instruction, Send] = {
         needed[0]: step for step, needed in required.items() if isinstance(step, Send)
@@ -76,9 +80,19 @@ def lower(plan: Plan, order: ComputeOrder) -> Plan:
     return replace(plan, programs=tuple(programs))
 
 
+def _split(order: list[list[Compute]]) -> frozenset[tuple[int, int]]:
+    """Find the backwards that come in two parts."""
+    return frozenset(
+        (step.stage, step.microbatch)
+        for steps in order
+        for step in steps
+        if isinstance(step, BackwardInput)
+    )
+
+
 def _reduces(plan: Plan, steps: list[Compute]) -> dict[Compute, Reduce]:
     """Give the last backward of each update of each stage on a rank, with its reduce."""
-    backwards = [step for step in steps if isinstance(step, Backward)]
+    backwards = [step for step in steps if isinstance(step, LastBackward)]
     last = {Reduce(step.stage, plan.update_of(step.microbatch)): step for step in backwards}
     return {step: reduce for reduce, step in last.items()}
 
@@ -122,7 +136,7 @@ def _annotated(
     oldest: dict[int, int] = {}  # version that is still to be read, by stage
     for step in reversed(program):
         match step:
-            case Forward(stage) | Backward(stage):
+            case Forward(stage) | Backward(stage) | BackwardInput(stage) | BackwardWeight(stage):
                 oldest[stage] = min(step.version, oldest.get(stage, step.version))
                 yield step
             case SendActivation(stage, i, peer):

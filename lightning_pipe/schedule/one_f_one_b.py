@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_pipe.schedule.instructions import Backward, Compute, Forward
+from lightning_pipe.schedule.instructions import Backward, Compute, Forward, GradientSource
 from lightning_pipe.schedule.programs import ComputeOrder, Placement
 
 
@@ -28,21 +28,19 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> ComputeOrder:
         placement: One stage per rank.
         num_microbatches: Any number.
 
-    Returns:
+    Yields:
         The compute order of each rank.
     """
     microbatches = range(num_microbatches)
-    order: ComputeOrder = []
     for rank in range(placement.num_ranks):
         (stage,) = placement.stages_of(rank)
         forwards = [Forward(stage, i) for i in microbatches]
         backwards = [Backward(stage, i) for i in microbatches]
-        order.append(alternate(forwards, backwards, warm_up=placement.num_stages - 1 - stage))
-    return order
+        yield alternate(forwards, backwards, warm_up=placement.num_stages - 1 - stage)
 
 
 def alternate(
-    forwards: Sequence[Forward], backwards: Sequence[Backward], warm_up: int
+    forwards: Sequence[Forward], backwards: Sequence[GradientSource], warm_up: int
 ) -> list[Compute]:
     """Merge a rank's forwards and backwards: warm-up, steady state, cool-down.
 

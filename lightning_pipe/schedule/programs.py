@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -11,8 +12,11 @@ from typing import TypeAlias
 from lightning_pipe.schedule.errors import ScheduleError
 from lightning_pipe.schedule.instructions import Compute, Instruction
 
-ComputeOrder: TypeAlias = list[list[Compute]]
-"""The forwards and backwards of each rank, in the order in which it runs them."""
+ComputeOrder: TypeAlias = Iterable[list[Compute]]
+"""The forwards and backwards of each rank, in the order in which it runs them.
+
+Generators may yield rank by rank: an order for a thousand ranks need not be in memory as a whole.
+"""
 
 FORWARD_ONLY = "forward"
 """Name of the internal schedule of evaluation and inference."""
@@ -56,6 +60,19 @@ class Placement:
             )
         return cls(tuple(range(num_ranks)) * stages_per_rank)
 
+    @classmethod
+    def v_shaped(cls, num_ranks: int) -> Placement:
+        """Place two stages on each rank, there and back: the first and the last on rank 0.
+
+        Args:
+            num_ranks: Number of pipeline ranks, at least 1.
+
+        Raises:
+            ScheduleError: If it is below 1.
+        """
+        there = cls.round_robin(num_ranks).rank_of
+        return cls(there + there[::-1])
+
     @property
     def num_stages(self) -> int:
         """Number of stages over the whole model."""
@@ -65,6 +82,11 @@ class Placement:
     def num_ranks(self) -> int:
         """Number of pipeline ranks."""
         return max(self.rank_of) + 1
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a micro-batch first reaches rank 0, then rank 1, and so on."""
+        return list(dict.fromkeys(self.rank_of)) == list(range(self.num_ranks))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Give the stages that a rank holds, in ascending order."""
@@ -104,6 +126,7 @@ class Plan:
         batches: Number of micro-batches of each batch of the fill. A synchronous plan has one.
         programs: The instructions of each rank, by rank.
         policy: When the weights are updated, and which version a micro-batch reads.
+        split: Stages and micro-batches whose backward is a `BackwardInput` and a `BackwardWeight`.
     """
 
     schedule: str
@@ -111,6 +134,7 @@ class Plan:
     batches: tuple[int, ...]
     programs: tuple[tuple[Instruction, ...], ...] = ()
     policy: VersionPolicy = VersionPolicy.SYNCHRONOUS
+    split: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def num_microbatches(self) -> int:

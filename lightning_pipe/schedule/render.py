@@ -7,6 +7,8 @@ from typing import TypeAlias
 from lightning_pipe.schedule.errors import ScheduleError
 from lightning_pipe.schedule.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Compute,
     Forward,
     Instruction,
@@ -16,9 +18,11 @@ from lightning_pipe.schedule.instructions import (
     SendActivation,
     SendGradient,
     Update,
+    gradient_source,
+    last_backward,
 )
 from lightning_pipe.schedule.programs import Plan
-from lightning_pipe.schedule.simulate import Timeline, simulate
+from lightning_pipe.schedule.simulate import Timeline, equal_steps, simulate
 
 _IDLE = ".."
 _CONTINUED = "--"
@@ -38,9 +42,9 @@ def text_grid(
     ``..`` is idle, and ``--`` goes on with the compute before it.
 
     Args:
-        plan: A timeline, whose slot is its shortest compute; or a plan, drawn with a backward as
-            long as a forward. A plan that cannot complete is drawn without time, each rank's
-            computes in their order.
+        plan: A timeline, whose slot is its shortest compute; or a plan, drawn with a backward, or
+            each part of one, as long as a forward. A plan that cannot complete is drawn without
+            time, each rank's computes in their order.
         mark: Put this compute into brackets. For any other instruction the compute that it serves
             is marked; if there is no such compute, ``[2F0?]`` is added to the row of its rank.
         max_slots: Draw at most so many slots, those around the mark. Default: all.
@@ -86,7 +90,7 @@ def _timed_rows(timeline: Timeline) -> _Rows:
 def _plan_rows(plan: Plan) -> _Rows:
     """Put the computes of a plan into slots, or side by side if it cannot complete."""
     try:
-        return _timed_rows(simulate(plan, forward=1.0, backward=1.0))
+        return _timed_rows(simulate(plan, equal_steps(plan)))
     except ScheduleError:
         return [[step for step in steps if isinstance(step, Compute)] for steps in plan.programs]
 
@@ -94,14 +98,14 @@ def _plan_rows(plan: Plan) -> _Rows:
 def _served_by(instruction: Instruction, plan: Plan) -> Compute:
     """Find the compute that an instruction serves."""
     match instruction:
-        case Forward() | Backward():
+        case Forward() | Backward() | BackwardInput() | BackwardWeight():
             return instruction
         case SendActivation(stage, i) | ReceiveActivation(stage, i):
             return Forward(stage, i)
         case SendGradient(stage, i) | ReceiveGradient(stage, i):
-            return Backward(stage, i)
+            return gradient_source(stage, i, plan)
         case Reduce(stage, update) | Update(stage, update):
-            return Backward(stage, plan.microbatches_of(update)[-1])
+            return last_backward(stage, plan.microbatches_of(update)[-1], plan)
 
 
 def _spelled(compute: Compute, stages: bool, versions: bool) -> str:

@@ -12,6 +12,8 @@ from math import ceil
 
 from lightning_pipe.schedule.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     ReceiveActivation,
@@ -120,7 +122,7 @@ class Rounds:
 def _shifted(step: Instruction, microbatches: int, updates: int) -> Instruction:
     """Move an instruction on by so many micro-batches and so many updates."""
     match step:
-        case Forward() | Backward():
+        case Forward() | Backward() | BackwardInput() | BackwardWeight():
             i, version = step.microbatch + microbatches, step.version + updates
             return type(step)(step.stage, i, version)
         case SendActivation() | ReceiveActivation():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_pipe.schedule.costs import Costs
 from lightning_pipe.schedule.errors import ScheduleError
-from lightning_pipe.schedule.instructions import Backward, Compute, Forward, Instruction, Send
+from lightning_pipe.schedule.instructions import Compute, Forward, Instruction, LastBackward
 from lightning_pipe.schedule.programs import Plan
 from lightning_pipe.schedule.progress import posted_order
 from lightning_pipe.schedule.versions import live_versions
+
+_DEFAULT = Costs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +63,12 @@ class Timeline:
         return sum(self.bubble) / len(self.bubble)
 
 
-def simulate(
-    plan: Plan,
-    forward: float | Sequence[float] = 1.0,
-    backward: float | Sequence[float] = 2.0,
-    communication: float = 0.0,
-) -> Timeline:
+def simulate(plan: Plan, costs: Costs = _DEFAULT) -> Timeline:
     """Run a plan on a clock: sends are asynchronous, messages do not slow each other down.
 
     Args:
         plan: A valid plan.
-        forward: Time of a forward, for all stages or by stage. Any unit.
-        backward: Time of a backward, likewise; about twice a forward.
-        communication: Time from a send until its message can be received. Same unit.
+        costs: Of its instructions. Default: a backward twice as long as a forward, all else free.
 
     Returns:
         The timeline, from time 0.
@@ -82,41 +77,33 @@ def simulate(
         ScheduleError: If the plan cannot complete.
         ValueError: If there is not one cost per stage, or if a cost is negative.
     """
-    num_stages = plan.placement.num_stages
-    forward_costs = _per_stage("forward", forward, num_stages)
-    backward_costs = _per_stage("backward", backward, num_stages)
-    (latency,) = _per_stage("communication", communication, 1)
-
+    by_stage = costs.by_stage(plan.placement.num_stages)
     available: dict[Instruction, float] = {}  # when others may build on an instruction
     clock = [0.0] * len(plan.programs)
     busy = [0.0] * len(plan.programs)
     events = []
     for rank, instruction, needed in posted_order(plan):
         start = clock[rank]
-        end = max([start, *(available[other] for other in needed)])
+        cost = by_stage.of(instruction)
+        end = max([start, *(available[other] for other in needed)]) + cost
         if isinstance(instruction, Compute):
-            costs = forward_costs if isinstance(instruction, Forward) else backward_costs
-            end += costs[instruction.stage]
-            busy[rank] += costs[instruction.stage]
+            busy[rank] += cost
         clock[rank] = end
-        available[instruction] = end + latency if isinstance(instruction, Send) else end
+        available[instruction] = end + by_stage.latency(instruction)
         events.append(Event(rank, instruction, start, end))
 
     if len(events) < sum(map(len, plan.programs)):
         raise ScheduleError("the plan cannot complete; validate(plan) says where it stops")
-    peak, live = _peak_in_flight(plan), live_versions(plan)
+    peak, live = peak_in_flight(plan), live_versions(plan)
     return Timeline(plan, max(clock), tuple(events), tuple(busy), peak, live)
 
 
-def _per_stage(name: str, cost: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
-    """Spread a cost over the stages."""
-    costs = tuple(cost) if isinstance(cost, Sequence) else (cost,) * num_stages
-    if len(costs) != num_stages or min(costs) < 0:
-        raise ValueError(f"{name}={cost} must be one cost, or {num_stages}, none below 0")
-    return costs
+def equal_steps(plan: Plan) -> Costs:
+    """Give the costs under which a forward, a backward, and each part of one, take one step."""
+    return Costs(1.0, 2.0, backward_weight=1.0) if plan.split else Costs(1.0, 1.0)
 
 
-def _peak_in_flight(plan: Plan) -> tuple[int, ...]:
+def peak_in_flight(plan: Plan) -> tuple[int, ...]:
     """Find the most micro-batches that are in flight on each stage at a time."""
     if plan.forward_only:  # without a backward nothing is kept
         return (0,) * plan.placement.num_stages
@@ -127,6 +114,6 @@ def _peak_in_flight(plan: Plan) -> tuple[int, ...]:
             if isinstance(step, Forward):
                 in_flight[step.stage] += 1
                 peak[step.stage] = max(peak[step.stage], in_flight[step.stage])
-            elif isinstance(step, Backward):
+            elif isinstance(step, LastBackward):
                 in_flight[step.stage] -= 1
     return tuple(peak[stage] for stage in range(plan.placement.num_stages))

@@ -9,9 +9,12 @@ from typing import NoReturn, get_args
 from lightning_pipe.schedule.errors import ScheduleError
 from lightning_pipe.schedule.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Compute,
     Forward,
     Instruction,
+    LastBackward,
     Receive,
     ReceiveActivation,
     Send,
@@ -217,7 +220,7 @@ def _reads_with(
         case Forward():
             as_stage_0 = policy in (VersionPolicy.VERTICAL_SYNC, VersionPolicy.DOUBLE_BUFFERED)
             return 0 if as_stage_0 else None
-        case Backward():
+        case Backward() | BackwardInput() | BackwardWeight():
             return None if policy is VersionPolicy.NO_STASHING else step.stage
         case SendActivation():
             return step.stage
@@ -249,13 +252,14 @@ def _check_channels(plan: Plan, receive_model: ReceiveModel) -> None:
 
 def _check_in_flight(plan: Plan) -> None:
     """No rank has more micro-batches in flight than its schedule allows."""
-    if plan.schedule not in SCHEDULES:
+    bound_of = SCHEDULES[plan.schedule].max_in_flight if plan.schedule in SCHEDULES else None
+    if bound_of is None:
         return
-    bounds = SCHEDULES[plan.schedule].max_in_flight(plan.placement, plan.num_microbatches)
+    bounds = bound_of(plan.placement, plan.num_microbatches)
     for rank, (program, bound) in enumerate(zip(plan.programs, bounds, strict=True)):
         in_flight = 0
         for step in program:
             in_flight += isinstance(step, Forward)
-            in_flight -= isinstance(step, Backward)
+            in_flight -= isinstance(step, LastBackward)
             if in_flight > bound:
                 _refuse(plan, rank, step, f"is number {in_flight} in flight; the bound is {bound}")

@@ -18,11 +18,13 @@ double buffering  max(0, n - 1), in batch n  the same
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lightning_pipe.schedule.instructions import Compute, Forward, Update
-from lightning_pipe.schedule.programs import ComputeOrder, Plan, VersionPolicy
+from lightning_pipe.schedule.programs import Plan, VersionPolicy
 
 
-def annotate_versions(plan: Plan, order: ComputeOrder) -> ComputeOrder:
+def annotate_versions(plan: Plan, order: Iterable[list[Compute]]) -> list[list[Compute]]:
     """Give each forward and backward the version that the plan's policy makes it read.
 
     Args:

@@ -15,7 +15,10 @@ import pytest
 
 from lightning_pipe.schedule import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Communication,
+    Compute,
     Forward,
     Instruction,
     Plan,
@@ -40,6 +43,8 @@ def in_flight_bound(plan: Plan, rank: int) -> int:
     P, m, v = plan.placement.num_ranks, plan.num_microbatches, len(plan.placement.stages_of(rank))
     if plan.schedule in ("1f1b", "pipedream", "pipedream_2bw"):
         return min(P - plan.placement.stages_of(rank)[0], m)
+    if plan.schedule == "zero_bubble":
+        return min(P, m) * v
     if plan.schedule == "interleaved":
         return min((P - rank - 1) * 2 + (v - 1) * P + 1, m * v)
     return m * v
@@ -54,7 +59,7 @@ def update_of(plan: Plan, i: int) -> int:
     return i
 
 
-def version_rule(plan: Plan, step: Forward | Backward) -> int:
+def version_rule(plan: Plan, step: Compute) -> int:
     """The table of PipeDream's versions."""
     i, w_0 = step.microbatch, plan.placement.num_stages - 1
     w_s = w_0 - step.stage
@@ -91,6 +96,7 @@ class Rank:
         self.output_gradients: set[tuple[int, int]] = set()
         self.input_gradients: set[tuple[int, int]] = set()
         self.kept: set[tuple[int, int]] = set()
+        self.halves: set[tuple[int, int]] = set()  # backwards whose second part is due
         self.finished: set[tuple[int, int]] = set()
         self.versions = {s: {0} for s in plan.placement.stages_of(rank)}
         self.missing = Counter((s, update_of(plan, i)) for s in self.versions for i in m)
@@ -111,8 +117,12 @@ class Rank:
         match step:
             case Forward():
                 self.forward(step)
-            case Backward():
+            case Backward() | BackwardInput():
                 self.backward(step)
+            case BackwardWeight(s, i):
+                self.take(self.halves, (s, i), step)
+                self.end(step)
+                self.read(step)
             case Reduce(s, k):
                 self.once(step, self.reduced, self.missing.get((s, k)) == 0)
             case Update(s, k):
@@ -134,11 +144,13 @@ class Rank:
         if len(self.kept) > in_flight_bound(self.plan, self.rank):
             raise Broken(f"rank {self.rank}: {step} is one too many in flight")
 
-    def backward(self, step: Backward) -> None:
+    def backward(self, step: Backward | BackwardInput) -> None:
         s, i = step.stage, step.microbatch
         self.take(self.output_gradients, (s, i), step)
-        self.take(self.kept, (s, i), step)
-        self.missing[s, update_of(self.plan, i)] -= 1
+        if isinstance(step, BackwardInput):
+            self.halves.add((s, i))
+        else:
+            self.end(step)
         if s > 0 and self.here(s - 1):
             self.output_gradients.add((s - 1, i))
         elif s > 0:
@@ -147,7 +159,12 @@ class Rank:
         if self.plan.forward_only:
             raise Broken(f"rank {self.rank}: {step} has no place")
 
-    def read(self, step: Forward | Backward) -> None:
+    def end(self, step: Backward | BackwardWeight) -> None:
+        s, i = step.stage, step.microbatch
+        self.take(self.kept, (s, i), step)
+        self.missing[s, update_of(self.plan, i)] -= 1
+
+    def read(self, step: Compute) -> None:
         right = step.version == version_rule(self.plan, step)
         if not right or step.version not in self.versions[step.stage]:
             raise Broken(f"rank {self.rank}: {step} reads a wrong version, or one that is not held")
@@ -194,7 +211,7 @@ class Rank:
             fulfilled = len(self.finished) == (m if self.last in stages else 0)
             fulfilled &= len(self.kept) == m * len(stages)
         else:
-            left |= self.kept | self.output_gradients
+            left |= self.kept | self.output_gradients | self.halves
             fulfilled = self.updated == set(self.missing)
         if left or not fulfilled:
             raise Broken(f"rank {self.rank} has {left} left over, or has not finished")

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_pipe.schedule import Backward, Forward, Placement, make_plan, text_grid
+from lightning_pipe.schedule import Backward, Forward, Placement, look_up, make_plan, text_grid
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.gpipe import gpipe
 from lightning_pipe.schedule.interleaved import interleaved
 from lightning_pipe.schedule.one_f_one_b import one_f_one_b
 from lightning_pipe.schedule.pipedream import pipedream
+from lightning_pipe.schedule.zero_bubble import _zb_v, zero_bubble
 
 GPIPE = """\
 rank 0 | F0 F1 F2 F3 .. .. .. .. .. .. B0 B1 B2 B3
@@ -40,6 +41,15 @@ rank 0 | F0 F1 F2 F3 .. ..
 rank 1 | .. F0 F1 F2 F3 ..
 rank 2 | .. .. F0 F1 F2 F3"""
 
+ZERO_BUBBLE = """\
+rank 0 | F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+rank 1 | .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+rank 2 | .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4"""
+
+ZERO_BUBBLE_V = """\
+rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 ..
+rank 1 | ..  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2"""
+
 NAIVE = """\
 rank 0 | F0 .. .. .. .. B0
 rank 1 | .. F0 .. .. B0 ..
@@ -52,6 +62,8 @@ rank 2 | .. .. F0 B0 .. .."""
         ("gpipe", 4, 1, 4, gpipe, GPIPE),
         ("1f1b", 4, 1, 6, one_f_one_b, ONE_F_ONE_B),
         ("interleaved", 2, 2, 4, interleaved, INTERLEAVED),
+        ("zero_bubble", 3, 1, 5, zero_bubble, ZERO_BUBBLE),
+        ("zero_bubble", 2, 2, 3, _zb_v, ZERO_BUBBLE_V),
         ("pipedream", 3, 1, 5, pipedream, PIPEDREAM),
         ("forward", 3, 1, 4, forward_only, FORWARD),
         ("naive", 3, 1, 1, None, NAIVE),
@@ -65,7 +77,7 @@ def test_picture(
     generator: Callable[..., object] | None,
     picture: str,
 ) -> None:
-    placement = Placement.round_robin(num_ranks, stages_per_rank)
+    placement = look_up(schedule).place(num_ranks, stages_per_rank)
     plan = make_plan(schedule, placement, num_microbatches)
     assert text_grid(plan, versions="@" in picture) == picture
     if generator is not None:

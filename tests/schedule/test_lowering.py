@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 
 from lightning_pipe.schedule import (
     SCHEDULES,
     Backward,
+    BackwardWeight,
     Communication,
     Forward,
     Placement,
@@ -38,10 +40,12 @@ def all_shapes(most_ranks: int = 4, most_stages: int = 3) -> Iterator[tuple[str,
     """Every schedule, with the counts that it takes: multiples of P up to 4P, and around them."""
     for num_ranks in range(1, most_ranks + 1):
         for stages_per_rank in range(1, most_stages + 1):
-            placement = Placement.round_robin(num_ranks, stages_per_rank)
+            placements = {Placement.round_robin(num_ranks, stages_per_rank)}
+            if stages_per_rank == 2:
+                placements.add(Placement.v_shaped(num_ranks))
             multiples = [num_ranks * factor for factor in range(1, 5)]
             for num_microbatches in sorted({1, num_ranks + 1, 2 * num_ranks - 1, *multiples}):
-                for schedule in SCHEDULES:
+                for schedule, placement in product(SCHEDULES, placements):
                     if accepts(schedule, placement, num_microbatches):
                         yield schedule, placement, num_microbatches
 
@@ -146,7 +150,7 @@ def test_every_plan_runs(broken: Callable[..., str]) -> None:
             problem = broken(plan, receive_model)
             assert not problem, (schedule, placement, num_microbatches, receive_model, problem)
             count += 1
-    assert count == 668
+    assert count == 886
 
 
 @pytest.mark.parametrize("rank_of", OTHER_PLACEMENTS)
@@ -165,8 +169,9 @@ def test_a_posted_receive_is_never_waited_for_by_a_compute_that_does_not_need_it
         for program in make_plan(schedule, placement, num_microbatches).programs:
             for receive, user in zip(program, program[1:], strict=False):
                 if isinstance(receive, Receive):
-                    needed_by = Forward if isinstance(receive, ReceiveActivation) else Backward
-                    assert user == needed_by(receive.stage, receive.microbatch)
+                    assert not isinstance(user, BackwardWeight)
+                    assert isinstance(user, Forward) == isinstance(receive, ReceiveActivation)
+                    assert (user.stage, user.microbatch) == (receive.stage, receive.microbatch)
 
 
 def test_rendezvous_changes_nothing_with_one_stage_per_rank() -> None:

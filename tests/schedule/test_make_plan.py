@@ -29,7 +29,7 @@ FOUR_BY_TWO = Placement.round_robin(4, 2)
 
 def test_names() -> None:
     synchronous, continuous = (
-        ("naive", "gpipe", "1f1b", "interleaved"),
+        ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble"),
         ("pipedream", "pipedream_2bw"),
     )
     assert schedule_names() == synchronous + continuous
@@ -69,6 +69,8 @@ def test_placement_of_nothing(num_ranks: int, stages_per_rank: int) -> None:
         ("interleaved", FOUR_BY_TWO, 6, "a multiple of the 4 ranks: the nearest is 4 or 8"),
         ("interleaved", FOUR_BY_TWO, 3, "a multiple of the 4 ranks: the nearest is 4"),
         ("interleaved", Placement((0, 1, 1, 0)), 4, "use Placement.round_robin, or choose 'gpipe'"),
+        ("zero_bubble", Placement((0, 1, 0, 1)), 4, "set stages_per_rank=1 or 2"),
+        ("zero_bubble", Placement.v_shaped(3), 4, "on each of 3 ranks needs 5 or more"),
         ("interleaved", Placement((0, 1, 0)), 4, "use Placement.round_robin, or choose 'gpipe'"),
         ("1f1b", FOUR, (4, 4), "(4, 4) are 2 batches, but '1f1b' is synchronous and drains"),
         ("pipedream", FOUR, (), "num_microbatches=() must have at least one batch"),

@@ -40,6 +40,8 @@ SHAPES: list[Shape] = [
     ("interleaved", Placement.round_robin(2, 2), (4,), None),
     ("interleaved", Placement.round_robin(3, 2), (3,), None),
     ("interleaved", Placement.round_robin(1, 3), (2,), None),
+    ("zero_bubble", Placement.round_robin(3), (4,), None),
+    ("zero_bubble", Placement.v_shaped(2), (4,), None),
     ("forward", Placement.round_robin(2, 2), (3,), None),
     ("pipedream", Placement.round_robin(3), (2, 2), VersionPolicy.STASHING),
     ("pipedream", Placement.round_robin(3), (2, 2), VersionPolicy.VERTICAL_SYNC),

@@ -8,6 +8,8 @@ import pytest
 
 from lightning_pipe.schedule import (
     Backward,
+    Compute,
+    Costs,
     Forward,
     Placement,
     Plan,
@@ -27,7 +29,7 @@ def test_bubble_and_in_flight(schedule: str, P: int) -> None:
     for m in range(1, 4 * P + 1):
         if not accepts(schedule, Placement.round_robin(P), m):
             continue
-        timeline = simulate(make_plan(schedule, Placement.round_robin(P), m), 1.0, 2.0)
+        timeline = simulate(make_plan(schedule, Placement.round_robin(P), m))
         assert timeline.makespan == 3 * (m + P - 1)
         assert timeline.busy == (3.0 * m,) * P
         assert timeline.bubble == pytest.approx([(P - 1) / (m + P - 1)] * P, abs=1e-12)
@@ -37,11 +39,40 @@ def test_bubble_and_in_flight(schedule: str, P: int) -> None:
         assert timeline.peak_in_flight == tuple(expected)
 
 
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("forward", "inputs", "weights"), [(1.0, 1.0, 1.0), (1.0, 1.2, 1.0), (1.3, 1.0, 0.8)]
+)
+def test_zero_bubble_h1_takes_what_the_paper_says(
+    P: int, forward: float, inputs: float, weights: float
+) -> None:
+    """Qi et al. 2024, table 2: (P-1)(F+I-W) of idle time, in the memory of 1F1B."""
+    work = forward + inputs + weights
+    for m in (P, 2 * P, 16):
+        plan = make_plan("zero_bubble", Placement.round_robin(P), m)
+        timeline = simulate(plan, Costs(forward, inputs + weights, backward_weight=weights))
+        assert timeline.makespan == pytest.approx(m * work + (P - 1) * (forward + inputs - weights))
+        assert timeline.busy == pytest.approx((m * work,) * P)
+        assert max(timeline.peak_in_flight) == min(P, m)
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
+def test_zero_bubble_v_has_no_gap_in_a_ranks_work(P: int) -> None:
+    for m in (2 * P - 1, 2 * P, 16):
+        timeline = simulate(make_plan("zero_bubble", Placement.v_shaped(P), m))
+        assert timeline.makespan == 6 * m + P - 1
+        for rank in range(P):
+            computes = [
+                e for e in timeline.events if e.rank == rank and isinstance(e.instruction, Compute)
+            ]
+            assert computes[-1].end - computes[0].start == timeline.busy[rank] == 6 * m
+
+
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("v", [2, 3, 4])
 def test_interleaved_bubble(P: int, v: int) -> None:
     for m in range(P, 4 * P + 1, P):
-        timeline = simulate(make_plan("interleaved", Placement.round_robin(P, v), m), 1.0, 2.0)
+        timeline = simulate(make_plan("interleaved", Placement.round_robin(P, v), m))
         assert timeline.makespan == 3 * (v * m + P - 1)
         assert timeline.mean_bubble == pytest.approx((P - 1) / (v * m + P - 1), abs=1e-12)
         for rank, program in enumerate(timeline.plan.programs):
@@ -73,19 +104,19 @@ def test_forward_only_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("P", RANKS)
 def test_latency_shows_once_per_hop_and_direction_in_gpipe(P: int) -> None:
-    timeline = simulate(make_plan("gpipe", Placement.round_robin(P), 4), communication=0.25)
+    timeline = simulate(make_plan("gpipe", Placement.round_robin(P), 4), Costs(communication=0.25))
     assert timeline.makespan == 3 * (4 + P - 1) + 2 * (P - 1) * 0.25
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     plan = make_plan("gpipe", Placement.round_robin(3), 8)
-    timeline = simulate(plan, forward=[1.0, 4.0, 1.0], backward=[2.0, 8.0, 2.0])
+    timeline = simulate(plan, Costs([1.0, 4.0, 1.0], [2.0, 8.0, 2.0]))
     assert timeline.makespan == (1 + 8 * 4 + 1) + (2 + 8 * 8 + 2)
     assert timeline.busy == (24.0, 96.0, 24.0)
 
 
 def test_events_of_two_ranks() -> None:
-    timeline = simulate(make_plan("naive", Placement.round_robin(2), 1), communication=0.5)
+    timeline = simulate(make_plan("naive", Placement.round_robin(2), 1), Costs(communication=0.5))
     spans = {str(event.instruction): (event.start, event.end) for event in timeline.events}
     assert spans == {
         "0F0": (0.0, 1.0),
@@ -105,13 +136,13 @@ def test_events_of_two_ranks() -> None:
 
 def test_free_computes_have_no_bubble() -> None:
     plan = make_plan("gpipe", Placement.round_robin(2), 2)
-    assert simulate(plan, forward=0.0, backward=0.0).bubble == (0.0, 0.0)
+    assert simulate(plan, Costs(0.0, 0.0)).bubble == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("forward", [[1.0], [1.0, 2.0, 3.0], -1.0, [1.0, -1.0], []])
 def test_costs_that_do_not_fit(forward: float | list[float]) -> None:
     with pytest.raises(ValueError, match="must be one cost, or 2, none below 0"):
-        simulate(make_plan("gpipe", Placement.round_robin(2), 2), forward=forward)
+        simulate(make_plan("gpipe", Placement.round_robin(2), 2), Costs(forward))
 
 
 def test_a_plan_that_cannot_complete() -> None:

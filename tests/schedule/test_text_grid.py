@@ -18,7 +18,7 @@ TWO = make_plan("1f1b", Placement.round_robin(2), 3)
 
 
 def test_timeline_draws_long_computes_over_several_slots() -> None:
-    assert text_grid(simulate(TWO, forward=1.0, backward=2.0)) == (
+    assert text_grid(simulate(TWO)) == (
         "rank 0 | F0 F1 .. .. B0 -- F2 B1 -- .. B2 --\nrank 1 | .. F0 B0 -- F1 B1 -- F2 B2 -- .. .."
     )
 
