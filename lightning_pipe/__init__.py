@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
+    from lightning_pipe.schedule.registry import register_schedule as register_schedule
     from lightning_pipe.strategy import PipelineStrategy as PipelineStrategy
 
 __version__ = "0.1.0"
-__all__ = ["PipelineStrategy"]
+__all__ = ["PipelineStrategy", "register_schedule"]
+
+_HOMES = {  # imported when first asked for
+    "PipelineStrategy": "lightning_pipe.strategy",
+    "register_schedule": "lightning_pipe.schedule.registry",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PipelineStrategy":
-        from lightning_pipe.strategy import PipelineStrategy
-
-        return PipelineStrategy
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

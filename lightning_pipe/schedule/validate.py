@@ -90,11 +90,12 @@ def _check_complete(plan: Plan) -> None:
             if instruction in seen:
                 _refuse(plan, rank, instruction, "comes twice")
             seen.add(instruction)
-    for instruction in required:
-        if instruction not in seen:
-            waiting = [str(other) for other, needed in required.items() if instruction in needed]
-            purpose = f"{waiting[0]} needs it" if waiting else "every stage needs one"
-            _refuse(plan, rank_of[instruction.stage], instruction, f"is missing; {purpose}")
+    missing = [instruction for instruction in required if instruction not in seen]
+    if missing:  # lowering inserts nothing for a compute that is not there
+        instruction = min(missing, key=lambda step: not isinstance(step, Compute))
+        waiting = [str(other) for other, needed in required.items() if instruction in needed]
+        purpose = f"{waiting[0]} needs it" if waiting else "every stage needs one"
+        _refuse(plan, rank_of[instruction.stage], instruction, f"is missing; {purpose}")
 
 
 def _refuse_unknown(plan: Plan, rank: int, instruction: Instruction) -> NoReturn:

@@ -86,8 +86,9 @@ def evaluate(pipeline: Options, train: bool) -> dict[str, Any]:
     [
         (2, {"schedule": "interleaved", "stages_per_rank": 2, "num_microbatches": 4}),
         (4, {"schedule": "1f1b", "num_microbatches": 4}),
+        (3, {"schedule": "zero_bubble", "stages_per_rank": 2, "num_microbatches": 5}),
     ],
-    ids=["interleaved on 2", "1f1b on 4"],
+    ids=["interleaved on 2", "1f1b on 4", "there and back on 3"],
 )
 def test_every_rank_sees_what_one_device_sees(
     ranks: Ranks, size: int, pipeline: Options, train: bool
@@ -120,17 +121,25 @@ def evaluate_on_last(pipeline: Options) -> dict[str, Any]:
     return seen
 
 
-def test_outputs_on_the_last_rank_only(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("pipeline", "last"),
+    [
+        ({"num_microbatches": 4}, 2),
+        ({"schedule": "zero_bubble", "stages_per_rank": 2, "num_microbatches": 5}, 0),
+    ],
+    ids=["1f1b", "there and back"],
+)
+def test_outputs_on_the_last_rank_only(ranks: Ranks, pipeline: Options, last: int) -> None:
     """Logs and metrics still arrive everywhere; outputs do not. Calls outside steps answer all."""
     expected = evaluate_on_last(None)
 
-    results = ranks.run(3, evaluate_on_last, {"num_microbatches": 4, "evaluation_outputs": "last"})
+    results = ranks.run(3, evaluate_on_last, {**pipeline, "evaluation_outputs": "last"})
 
     for rank, seen in enumerate(results):
         for what in ("fit", "validate", "metrics", "test", "probes"):
             assert_close(seen[what], expected[what], f"rank {rank}, {what}")
-    assert_close(results[-1], expected, "last rank")
-    for seen in results[:-1]:
+    assert_close(results.pop(last), expected, "rank of the last stage")
+    for seen in results:
         assert seen["outputs"] == []
         assert seen["predict"] == [[None] * len(batches) for batches in expected["predict"]]
 

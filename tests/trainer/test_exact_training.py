@@ -85,6 +85,17 @@ def fit(pipeline: Options | None, options: Options) -> tuple[dict[str, Tensor], 
              "activation_checkpointing": "stage"},
             {},
         ),
+        (3, {"schedule": "zero_bubble", "num_microbatches": 5}, {"accumulate_grad_batches": 2}),
+        (  # the last stage is on rank 0; 5 samples make 5 micro-batches, and 4 would be too few
+            3,
+            {"schedule": "zero_bubble", "stages_per_rank": 2, "num_microbatches": 8},
+            CLIP_BY_NORM,
+        ),
+        (
+            2,
+            {"schedule": "zero_bubble", "stages_per_rank": 2},
+            {"accumulate_grad_batches": 2},
+        ),
     ],
     ids=lambda value: None if isinstance(value, int) else "-".join(map(str, value.values())),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from .ranks import Ranks
 LAYOUTS: dict[str, tuple[int, Options | None]] = {
     "1f1b": (4, {"num_microbatches": 4, "partition": "uniform"}),
     "interleaved": (2, {"schedule": "interleaved", "stages_per_rank": 2, "num_microbatches": 2}),
+    "zero_bubble": (2, {"schedule": "zero_bubble", "stages_per_rank": 2, "num_microbatches": 4}),
     "gpipe": (3, {"schedule": "gpipe", "num_microbatches": 3}),
     "pipedream": (2, {"schedule": "pipedream"}),
     "none": (1, None),

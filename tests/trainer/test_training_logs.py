@@ -125,8 +125,9 @@ def read_tensorboard(directory: Path) -> dict[str, list[tuple[int, float]]]:
         (2, {"schedule": "1f1b", "num_microbatches": 5}),
         (4, {"schedule": "gpipe", "num_microbatches": 8}),
         (2, {"schedule": "interleaved", "stages_per_rank": 2, "num_microbatches": 4}),
+        (2, {"schedule": "zero_bubble", "stages_per_rank": 2, "num_microbatches": 4}),
     ],
-    ids=["1f1b", "gpipe", "interleaved"],
+    ids=["1f1b", "gpipe", "interleaved", "there and back"],
 )
 def test_every_value_arrives(ranks: Ranks, tmp_path: Path, size: int, pipeline: Options) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
