@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +151,20 @@ class _Copy:
         with torch.no_grad():
             metric.merge_state({**self.tensors, **self.lists})
         metric._forward_cache, metric._computed = value, None
+
+
+@contextmanager
+def undone_by(left: type[BaseException], metrics: Metrics) -> Iterator[None]:
+    """Put metrics back as they were if what runs inside is left by an exception of this type."""
+    before = [(metric, _Copy(metric)) for metric in metrics.values()]
+    for _, copy in before:  # updates may be in place
+        copy.tensors = {name: tensor.clone() for name, tensor in copy.tensors.items()}
+    try:
+        yield
+    except left:
+        for metric, copy in before:
+            copy.restore(metric)
+        raise
 
 
 def _lists(metric: Metric) -> dict[str, list[Tensor]]:

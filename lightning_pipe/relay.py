@@ -28,7 +28,9 @@ from lightning_pipe.metric_state import (
     find_metrics,
     keep_local,
     state_of,
+    undone_by,
 )
+from lightning_pipe.runtime.call import StageOutput
 from lightning_pipe.runtime.microbatch import find_batch_size
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.trainer_patches import before_dataloader_results
@@ -114,10 +116,19 @@ class StepLogs:
 
     @contextmanager
     def microbatch(self, microbatch: Any) -> Iterator[None]:
-        """Inside runs the user's step for one micro-batch."""
+        """Inside runs the user's step for one micro-batch on one stage; the last one counts."""
+        log = self._recorder if self._pipeline.is_last else _drop
+        several = self._pipeline.is_last and len(self._pipeline.stages) > 1
         self._recorder.begin(find_batch_size(microbatch) or 1)
-        with _log_replaced(self._module, self._recorder if self._pipeline.is_last else _drop):
-            yield
+        try:
+            with (
+                _log_replaced(self._module, log),
+                undone_by(StageOutput, self._metrics if several else {}),
+            ):
+                yield
+        except StageOutput:
+            self._recorder.forget()
+            raise
 
     def weigh(self, result: Any) -> None:
         """Let what a step has logged count as much as the weight that it returned, if any."""
@@ -215,6 +226,13 @@ class _Recorder:
     def begin(self, size: int) -> None:
         """What follows is logged for so many samples."""
         self._times_logged, self._size, self._of_step = {}, size, []
+
+    def forget(self) -> None:
+        """What was logged since counts for nothing."""
+        for name, times in self._times_logged.items():
+            for nth in range(1, times + 1):
+                self.calls[name, nth].pop()
+        self.calls = {key: calls for key, calls in self.calls.items() if calls}
 
     def weigh(self, weight: float) -> None:
         """What was logged since counts so much, where it was logged without a ``batch_size``."""

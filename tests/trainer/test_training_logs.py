@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import AUROC, Accuracy, MaxMetric, MeanMetric, MetricCollection
+from torchmetrics import AUROC, Accuracy, MaxMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassF1Score
 
 from .lit import CLASSES, Classifier, Options, loader, numbers, trainer
@@ -25,6 +25,7 @@ class Talkative(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
+        self.seen = SumMetric()
         self.accuracy = Accuracy("multiclass", num_classes=CLASSES)
         self.auroc = AUROC("multiclass", num_classes=CLASSES)  # its state is a list
         self.mean = MeanMetric().set_dtype(torch.float64)
@@ -37,6 +38,9 @@ class Talkative(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
+        self.log("samples", float(len(y)), reduce_fx="sum", on_epoch=True)
+        self.seen.update(y)
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
         out = self.model(x)
         loss = F.cross_entropy(out, y)
         hits = (out.argmax(-1) == y).sum()
