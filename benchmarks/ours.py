@@ -17,7 +17,7 @@ from lightning_pipe.runtime.distributed_transport import GlooTransport
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Stage
-from lightning_pipe.schedule import Costs, Placement, Timeline, make_plan, policy_for, simulate
+from lightning_pipe.schedule import Costs, Timeline, look_up, make_plan, policy_for, simulate
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=120)
@@ -29,7 +29,7 @@ class Model(PipelinedModule, nn.Sequential):
 
 def ideal_seconds(schedule: str, p: int, m: int, v: int, t_f: float, t_b: float) -> float:
     """The step time of the schedule if all but the sleep were free."""
-    plan = make_plan(schedule, Placement.round_robin(p, v), m)
+    plan = make_plan(schedule, look_up(schedule).place(p, v), m)
     timeline: Timeline = simulate(plan, Costs(t_f / v, t_b / v))
     return timeline.makespan
 
@@ -38,7 +38,7 @@ def make_pipeline(
     job: Any, stages: dict[int, nn.Module], rank: int, num_stages: int
 ) -> tuple[Pipeline, Model]:
     """This rank's end of a pipeline over the process group that is there."""
-    placement = Placement.round_robin(job.p, job.v)
+    placement = look_up(job.schedule).place(job.p, job.v)
     random_states = RandomStates(0)
     parts = {
         index: Stage(index, num_stages, [module], index, random_states=random_states)
@@ -48,15 +48,23 @@ def make_pipeline(
     policy = policy_for(job.schedule, weight_stashing=True, vertical_sync=False)
     programs = RankPrograms(Timing(job.schedule, job.m, policy, placement), rank, "posted")
     transport = GlooTransport([list(range(job.p))], CPU, TIMEOUT)
-    pipeline = Pipeline(parts, num_stages, lambda batch: job.m, programs, transport, random_states)
+    pipeline = Pipeline(
+        parts,
+        num_stages,
+        lambda batch: job.m,
+        programs,
+        transport,
+        random_states,
+        last_rank=placement.rank_of[-1],
+    )
     model = Model()
     attach(model, pipeline)
     return pipeline, model
 
 
 def stages_of(job: Any, work: Any, rank: int) -> dict[int, nn.Module]:
-    count = job.p * job.v
-    return {index: work.stage(index, count) for index in range(rank, count, job.p)}
+    placement = look_up(job.schedule).place(job.p, job.v)
+    return {i: work.stage(i, placement.num_stages) for i in placement.stages_of(rank)}
 
 
 def step_function(

@@ -778,6 +778,8 @@ OURS = (
     ("lightning_pipe", "gpipe", 1),
     ("lightning_pipe", "1f1b", 1),
     ("lightning_pipe", "interleaved", 2),
+    ("lightning_pipe", "zero_bubble", 1),  # H1
+    ("lightning_pipe", "zero_bubble", 2),  # ZB-V
 )
 OURS_FIT = ("lightning_pipe_fit", "1f1b", 1)  # through Trainer.fit
 TORCH_SCHEDULES = (
