@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -73,13 +73,19 @@ class Assembly:
         settings: How.
         rank: Of the pipeline.
         num_ranks: Of the pipeline.
+        seconds_of: Gives the seconds of each layer, if it is to be cut by them.
 
     Raises:
         MisconfigurationException: The model cannot be cut so.
     """
 
     def __init__(
-        self, root: LightningModule, settings: Settings, rank: int, num_ranks: int
+        self,
+        root: LightningModule,
+        settings: Settings,
+        rank: int,
+        num_ranks: int,
+        seconds_of: Callable[[PipelinedLayers], Sequence[float] | None] = lambda found: None,
     ) -> None:
         self._root, self._settings, self._rank = root, settings, rank
         self._placement = look_up(settings.schedule).place(num_ranks, settings.stages_per_rank)
@@ -91,7 +97,8 @@ class Assembly:
         )
         self._found = find_layers(root, settings.module)
         self._counts = parameter_counts(self._found)
-        self._sizes = partition(settings.partition, self._counts, self._placement.num_stages)
+        costs = seconds_of(self._found) or self._counts
+        self._sizes = partition(settings.partition, costs, self._placement.num_stages)
         checks.check_tied(shared_between_stages(self._found, self._sizes))
         checks.check_batchnorm(settings.deferred_batchnorm, self._found.layers)
         self._layers_of = stage_slices(self._sizes)
@@ -100,6 +107,11 @@ class Assembly:
         self._collects = False  # whether rank 0 had the whole model, and gets it back
         self.module = self._found.module
         self.pipeline: Pipeline | None = None
+
+    @property
+    def timing(self) -> Timing:
+        """What runs when, and where."""
+        return self._timing
 
     @property
     def shared(self) -> list[nn.Parameter]:
@@ -206,14 +218,8 @@ class Assembly:
         self._first_batch = False
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse what the layers would not see: keywords, and code between them."""
-        if kwargs and not self._found.keywords:
-            raise MisconfigurationException(
-                f"The pipelined nn.Sequential {self._found.name!r} was called with keyword "
-                f"arguments {sorted(kwargs)}, which it does not take. Define "
-                "`configure_pipeline(self)` to pass keyword arguments to layers."
-            )
-        check_glue(self._found, args, kwargs)
+        """See :func:`check_call`."""
+        check_call(self._found, args, kwargs)
 
     def report(self, measured: Sequence[Measurements], batch_size: int | None) -> PipelineReport:
         """Say what a training run came to.
@@ -270,11 +276,7 @@ class Assembly:
         return keyword_names(layer, num_positional)
 
     def _split(self, batch: Any, count: int) -> tuple[list[Any], list[int]]:
-        own = getattr(self._root, "split_batch", None)
-        if own is None:
-            return split_batch(batch, count)
-        pieces = list(own(batch, count))
-        return pieces, [find_batch_size(piece) or 1 for piece in pieces]
+        return cut_batch(self._root, batch, count)
 
     def _count_evaluated(self, arguments: Any) -> int:
         """As in training; one if the module cuts its batches by itself, which a call's are not."""
@@ -282,6 +284,39 @@ class Assembly:
 
     def _count(self, batch: Any) -> int:
         return self._timing.count(find_batch_size(batch) or 1)
+
+
+def check_call(found: PipelinedLayers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what the layers would not see of a pipelined call: keywords, and code between them.
+
+    Raises:
+        MisconfigurationException: There is something.
+    """
+    if kwargs and not found.keywords:
+        raise MisconfigurationException(
+            f"The pipelined nn.Sequential {found.name!r} was called with keyword "
+            f"arguments {sorted(kwargs)}, which it does not take. Define "
+            "`configure_pipeline(self)` to pass keyword arguments to layers."
+        )
+    check_glue(found, args, kwargs)
+
+
+def cut_batch(module: LightningModule, batch: Any, count: int) -> tuple[list[Any], list[int]]:
+    """Cut a batch as the module's own `split_batch` does, or along dimension 0.
+
+    Args:
+        module: The user's.
+        batch: Of it.
+        count: Number of micro-batches.
+
+    Returns:
+        The micro-batches, and the number of samples in each.
+    """
+    own = getattr(module, "split_batch", None)
+    if own is None:
+        return split_batch(batch, count)
+    pieces = list(own(batch, count))
+    return pieces, [find_batch_size(piece) or 1 for piece in pieces]
 
 
 def _parameters_of(found: PipelinedLayers) -> dict[str, nn.Parameter]:

@@ -150,26 +150,32 @@ def check_module(module: LightningModule, fitting: bool) -> None:
     Raises:
         MisconfigurationException: It does.
     """
+    for problem in problems_of_module(module, fitting):
+        raise MisconfigurationException(problem)
+
+
+def problems_of_module(module: LightningModule, fitting: bool) -> Iterator[str]:
+    """Give all that `check_module` refuses a LightningModule for."""
     name = type(module).__name__
     if getattr(module, "example_input_array", None) is not None:
-        raise MisconfigurationException(
+        yield (
             f"{name}.example_input_array is set, and Lightning would call the model with it "
             "outside of the pipeline. Set it to None; the summary works without it."
         )
     if not fitting:
         return
     if not module.automatic_optimization:
-        raise MisconfigurationException(
+        yield (
             f"{name} uses manual optimization (automatic_optimization=False), but the schedule of "
             "a pipeline decides when to run backward. Use automatic optimization."
         )
     if is_overridden("backward", module):
-        raise MisconfigurationException(
+        yield (
             f"{name} overrides `backward`, but in a pipeline every stage runs a backward of its "
             "own. Remove it; `on_before_backward` and `on_after_backward` are called as usual."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise MisconfigurationException(
+        yield (
             f"{name}.training_step takes `dataloader_iter`, but a pipeline cuts the batch before "
             "the step. Let it take `batch`."
         )
@@ -181,16 +187,36 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         MisconfigurationException: One cannot.
     """
+    for problem in problems_of_trainer(trainer):
+        raise MisconfigurationException(problem)
+
+
+def problems_of_trainer(trainer: Trainer) -> Iterator[str]:
+    """Give all that `check_trainer` refuses a Trainer for."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
-                raise MisconfigurationException(f"{type(callback).__name__} {reason}")
+                yield f"{type(callback).__name__} {reason}"
     profiler = getattr(trainer, "profiler", None)
     if isinstance(profiler, PyTorchProfiler) and profiler._schedule is not None:
-        raise MisconfigurationException(
+        yield (
             "PyTorchProfiler with a schedule (there is one by default) starts and stops while "
             "messages of the pipeline are under way, which lets torch crash the process. Use "
             "Trainer(profiler=PyTorchProfiler(schedule=None)), or profiler='simple'."
+        )
+
+
+def check_accumulation(num_batches: int) -> None:
+    """Refuse to accumulate gradients over batches with an asynchronous schedule.
+
+    Raises:
+        MisconfigurationException: It is to be done.
+    """
+    if num_batches != 1:
+        raise MisconfigurationException(
+            f"accumulate_grad_batches={num_batches} with an asynchronous schedule: 'pipedream' "
+            "updates from every micro-batch, and 'pipedream_2bw' accumulates over "
+            "num_microbatches. Leave it at 1."
         )
 
 

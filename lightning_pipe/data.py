@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.runtime.errors import PipelineError
 
@@ -45,6 +48,19 @@ def load_alike(dataloader: Any, broadcast: Callable[[Any], Any], replica: int) -
     seeds_workers = int(os.environ.get("PL_SEED_WORKERS", 0))
     if seeds_workers and getattr(dataloader, "worker_init_fn", replica) is None:
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+
+
+@contextmanager
+def untouched(data: Any) -> Iterator[None]:
+    """Put the generators of all loaders in a collection back at the end."""
+    loaders = tree_leaves(data.iterables if isinstance(data, CombinedLoader) else data)
+    generators = [generator for loader in loaders for generator in _generators(loader)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _generators(dataloader: Any) -> Iterator[torch.Generator]:

@@ -95,6 +95,15 @@ class PipelineProcesses(ParallelStrategy):
         dist.broadcast_object_list(objects, src)
         return objects[0]
 
+    def gather(self, obj: T) -> list[T] | None:
+        """Give every rank's object to rank 0, by rank; others get none. Collective."""
+        if not dist.is_initialized():
+            return [obj]
+        is_first = dist.get_rank() == 0
+        gathered: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object(obj, gathered)
+        return gathered
+
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:

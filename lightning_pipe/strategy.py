@@ -36,10 +36,12 @@ from lightning_pipe.coordination import Coordination
 from lightning_pipe.data import load_alike
 from lightning_pipe.evaluation import PipelineEvaluation
 from lightning_pipe.failure import FailureGuard
+from lightning_pipe.layer_times import LayerTimes
 from lightning_pipe.loss_scaling import SharedScaler, scaler_of
 from lightning_pipe.partition import DeferredTensors
 from lightning_pipe.process_launcher import ProcessLauncher
 from lightning_pipe.processes import PipelineProcesses
+from lightning_pipe.programs import Timing
 from lightning_pipe.relay import StepLogs
 from lightning_pipe.report import PipelineReport
 from lightning_pipe.runtime.distributed_transport import GlooTransport
@@ -76,8 +78,10 @@ class PipelineStrategy(PipelineProcesses):
         stages_per_rank: Stages on each rank; more than 1 for ``"interleaved"``; for
             ``"zero_bubble"`` 1, or 2 there and back.
         partition: How layers are put into stages: ``"parameters"`` (the largest stage as small as
-            possible), ``"uniform"`` (equally many layers), or a list with the number of layers of
-            each stage.
+            possible), ``"uniform"`` (equally many layers), ``"time"`` (by seconds of forward and
+            backward, measured on the module's ``example_input_array`` or on the first batch), the
+            name of a profile that ``lightning-pipe profile`` saved (``"profile.json"``), or a list
+            with the number of layers of each stage.
         module: Name of the ``nn.Sequential`` to cut, if it is not the only large one.
         activation_checkpointing: Which activations are computed again in backward instead of
             kept: ``"none"``, ``"stage"`` (all but a stage's input) or ``"layer"`` (all but the
@@ -117,7 +121,7 @@ class PipelineStrategy(PipelineProcesses):
         schedule: str = "1f1b",
         num_microbatches: int | Literal["auto"] = "auto",
         stages_per_rank: int = 1,
-        partition: Literal["parameters", "uniform"] | list[int] = "parameters",
+        partition: Literal["parameters", "uniform", "time"] | str | list[int] = "parameters",
         module: str | None = None,
         activation_checkpointing: Literal["none", "stage", "layer"] = "none",
         weight_stashing: bool = True,
@@ -163,6 +167,7 @@ class PipelineStrategy(PipelineProcesses):
         self._awaits_layers = False  # in a run, until `configure_model` is called
         self._mesh: DeviceMesh | None = None  # kept over runs, as the process group is
         self._assembly: Assembly | None = None
+        self._layer_times: LayerTimes | None = None  # in a run
         self._logs: StepLogs | None = None
         self._coordination: Coordination | None = None  # in a run
         self._training: PipelineTraining | None = None  # while fitting
@@ -187,6 +192,12 @@ class PipelineStrategy(PipelineProcesses):
         return self._assembly.pipeline
 
     @property
+    def timing(self) -> Timing:
+        """Which schedule runs, and where the stages are; from setup to teardown."""
+        assert self._assembly is not None
+        return self._assembly.timing
+
+    @property
     def _fit(self) -> PipelineTraining:
         assert self._training is not None
         return self._training
@@ -207,6 +218,9 @@ class PipelineStrategy(PipelineProcesses):
             settings.stages_per_rank,
             self._num_ranks,
             settings.activation_checkpointing,
+        )
+        self._layer_times = LayerTimes(
+            settings.partition, module, self.precision_plugin, self.root_device, self.broadcast
         )
         checks.check_precision(self.precision_plugin, settings.schedule, settings.weight_stashing)
         checks.check_module(module, module.trainer.state.fn == TrainerFn.FITTING)
@@ -249,8 +263,13 @@ class PipelineStrategy(PipelineProcesses):
         module = self.lightning_module
         if self._assembly is not None or module is None:
             return
+        assert self._layer_times is not None
+        if early and self._layer_times.needs_data:
+            return
         try:
-            assembly = Assembly(module, self._settings, self.global_rank, self._num_ranks)
+            assembly = Assembly(
+                module, self._settings, self.global_rank, self._num_ranks, self._layer_times.of
+            )
         except MisconfigurationException:
             if early and is_overridden("setup", module):
                 return
@@ -354,6 +373,8 @@ class PipelineStrategy(PipelineProcesses):
                 if intact:
                     self.barrier("all messages have arrived")
                     self._transport.close()
+        if self._layer_times is not None:  # the calling process of forked ranks has none
+            self._layer_times.give_back()
         super().teardown()
 
     # ------------------------------------------------------------------------------------- training

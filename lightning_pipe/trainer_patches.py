@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ThroughputMonitor
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
 
 Undo = Callable[[], None]
@@ -48,6 +49,17 @@ def before_dataloader_results(trainer: Trainer, flush: Callable[[], None]) -> Un
         method()
 
     return _replace((loop, "_store_dataloader_outputs", patched))
+
+
+def training_data(trainer: Trainer) -> Any:
+    """The loader or loaders of the training, made anew.
+
+    Reason: a partition by time needs a batch before the fit loop sets up its data.
+    """
+    loop: Any = trainer.fit_loop
+    source = _existing(loop, "_data_source")
+    data = _existing(source, "dataloader")()
+    return CombinedLoader(data, "max_size_cycle") if isinstance(data, (dict, list, tuple)) else data
 
 
 def save_no_checkpoint(trainer: Trainer) -> Undo:

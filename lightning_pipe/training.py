@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipe import checks
 from lightning_pipe import trainer_patches as patches
 from lightning_pipe.coordination import Coordination
 from lightning_pipe.relay import StepLogs
@@ -234,12 +235,7 @@ class PipelineTraining:
                 "BatchNorm's statistics, are not possible with an asynchronous schedule. Choose a "
                 "synchronous one ('1f1b')."
             )
-        if self._trainer.accumulate_grad_batches != 1:
-            raise MisconfigurationException(
-                f"accumulate_grad_batches={self._trainer.accumulate_grad_batches} with an "
-                "asynchronous schedule: 'pipedream' updates from every micro-batch, and "
-                "'pipedream_2bw' accumulates over num_microbatches. Leave it at 1."
-            )
+        checks.check_accumulation(self._trainer.accumulate_grad_batches)
         self._check_update_made()
 
     def _check_update_made(self) -> None:

@@ -9,6 +9,7 @@ from lightning_pipe.partition.build import (
     shared_between_stages,
     stage_slices,
 )
+from lightning_pipe.partition.call_arguments import call_arguments
 from lightning_pipe.partition.class_swap import (
     original_class,
     original_forward,
@@ -25,8 +26,14 @@ from lightning_pipe.partition.layers import (
     parameter_counts,
 )
 from lightning_pipe.partition.materialise import materialise
+from lightning_pipe.partition.measure import measure
+from lightning_pipe.partition.profile import LayerProfile, Profile
 
 __all__ = [
+    "LayerProfile",
+    "Profile",
+    "call_arguments",
+    "measure",
     "DeferredTensors",
     "PipelinedLayers",
     "absent",

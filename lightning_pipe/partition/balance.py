@@ -15,9 +15,10 @@ def partition(spec: str | Sequence[int], costs: Sequence[float], num_stages: int
     """Return the number of layers of each stage.
 
     Args:
-        spec: "uniform" (equally many layers), "parameters" (equally many parameters, see
-            `balance`), or the number of layers of each stage.
-        costs: one number per layer, for "parameters" its number of parameter elements.
+        spec: "uniform" (equally many layers), "parameters", "time" or the name of a profile
+            ("....json") (stages that cost equally much, see `balance`), or the number of layers of
+            each stage.
+        costs: one number per layer: its number of parameter elements, or its seconds.
         num_stages: the number of stages, virtual ones included.
 
     Raises:
@@ -26,18 +27,14 @@ def partition(spec: str | Sequence[int], costs: Sequence[float], num_stages: int
     """
     if spec == "uniform":
         return uniform(len(costs), num_stages)
-    if spec == "parameters":
+    if isinstance(spec, str) and (spec in ("parameters", "time") or spec.endswith(".json")):
         return balance(costs, num_stages)
-    if spec == "time":
-        raise MisconfigurationException(
-            "`partition='time'` was given: cutting by measured time comes later. Use 'parameters',"
-            " or give the number of layers of each stage."
-        )
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         return _explicit(spec, len(costs), num_stages)
     raise MisconfigurationException(
-        f"`partition={spec!r}` was given; expected 'uniform', 'parameters', or the number of layers"
-        f" of each stage, e.g. {_example(len(costs), num_stages)}."
+        f"`partition={spec!r}` was given; expected 'uniform', 'parameters', 'time', a saved profile"
+        f" ('profile.json'), or the number of layers of each stage, e.g."
+        f" {_example(len(costs), num_stages)}."
     )
 
 

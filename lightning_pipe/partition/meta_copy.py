@@ -57,6 +57,16 @@ class MetaCopy:
 
 def _replacements(name: str, value: Any) -> Iterator[tuple[int, Any]]:
     """Yield what `deepcopy` shall put in the place of an attribute's value, by id."""
+    other = list(left_out(name, value))
+    yield from other
+    if not other:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                yield id(leaf), empty_twin(leaf, _META)
+
+
+def left_out(name: str, value: Any) -> Iterator[tuple[int, Any]]:
+    """Yield what stands in a copy for an attribute's value that is not to be copied, by id."""
     if name.endswith("_trainer") or isinstance(value, Trainer):
         # LightningModule's own `__getstate__` drops its trainer, but not one under another name.
         yield id(value), None
@@ -66,7 +76,3 @@ def _replacements(name: str, value: Any) -> Iterator[tuple[int, Any]]:
         # A user's hook is not copied with the module: it would write meta tensors into the user's
         # own objects.
         yield id(value), OrderedDict()
-    else:
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                yield id(leaf), empty_twin(leaf, _META)

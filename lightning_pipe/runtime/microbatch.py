@@ -74,6 +74,23 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     return _split(batch, batch_size, sizes), sizes
 
 
+def first_samples(batch: Any, count: int) -> Any:
+    """Give the first samples of a batch.
+
+    Raises:
+        MisconfigurationException: It does not have so many.
+    """
+    batch_size = find_batch_size(batch)
+    if batch_size is None or not 1 <= count <= batch_size:
+        raise MisconfigurationException(
+            f"batch_size={count} with a first batch of {batch_size} samples: expected a number "
+            f"from 1 to {batch_size}."
+        )
+    if count == batch_size:
+        return batch
+    return _split(batch, batch_size, [count, batch_size - count])[0]
+
+
 def _children(value: Any) -> Sequence[Any]:
     if isinstance(value, Mapping):
         return list(value.values())

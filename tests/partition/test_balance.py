@@ -100,8 +100,7 @@ def test_partition_takes_each_kind():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("time", "'time'.*comes later.*Use 'parameters'"),
-        ("flops", r"'flops'.*'uniform', 'parameters'.*\[2, 2\]"),
+        ("flops", r"'flops'.*'uniform', 'parameters', 'time'.*\[2, 2\]"),
         (2, r"`partition=2`.*expected"),
         ([4], r"\[4\].*, 1 numbers; expected one for each of the 2 stages, e.g. \[2, 2\]"),
         ([4, 0], r"\[4, 0\].*at least 1"),

@@ -1,0 +1,208 @@
+"""``lightning-pipe plan``: the best configurations for a model and the devices that there are."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from math import inf
+from typing import Any, Literal, cast
+
+import yaml as yaml_format  # type: ignore[import-untyped]
+
+from lightning_pipe.cli.units import bytes_per_second, in_gib, seconds, size_in_bytes
+from lightning_pipe.partition.profile import Profile
+from lightning_pipe.planning import Candidate, InfeasibleError
+from lightning_pipe.planning import plan as make
+from lightning_pipe.planning.memory import Checkpointing
+
+_TARGET = "lightning_pipe.PipelineStrategy"
+
+
+def plan(
+    profile: str,
+    devices: int,
+    *,
+    memory: str | None = None,
+    bandwidth: str | None = None,
+    latency: str = "0s",
+    batch_size: int | None = None,
+    schedules: str | None = None,
+    activation_checkpointing: str = "none,stage,layer",
+    replicas: int | Literal["auto"] = 1,
+    count: int = 10,
+    yaml: Literal["hydra", "cli"] | None = None,
+    json: bool = False,
+) -> int:
+    """Choose depth, cuts, schedule and micro-batches from a profile.
+
+    All configurations that the strategy takes are compared: pipelines of any depth up to the number
+    of devices, cut so that the slowest stage is as fast as memory allows. The best few dozen are
+    simulated with their messages, and shown in the order of the time of one step.
+
+    Args:
+        profile: File that `lightning-pipe profile` wrote, or your own estimate: a number per layer,
+            "1,1,2.5", the cost of its forward for one sample, in any unit; a backward costs twice
+            as much. Costs have no bytes: neither memory nor bandwidth counts then.
+        devices: Number of devices. Fewer are used where that is faster.
+        memory: Memory of a device, as 80GiB. Default: unlimited.
+        bandwidth: Of the link between two devices in each direction, as 25GB/s or 100Gbit/s.
+            Default: unlimited.
+        latency: Time until a message without content has arrived, as 20us.
+        batch_size: Samples of a step. Default: as profiled.
+        schedules: To choose from, as "1f1b,gpipe". Default: all synchronous ones. pipedream and
+            pipedream_2bw change the mathematics of training, so they are compared only if they are
+            named, in their steady state.
+        activation_checkpointing: To choose from.
+        replicas: Pipelines that share a batch, or "auto". PipelineStrategy runs one so far.
+        count: Number of rows at most.
+        yaml: Print the best configuration instead: "hydra" for a file in conf/strategy, "cli" for
+            LightningCLI's --config.
+        json: Print the rows as JSON instead.
+
+    Returns:
+        1 if nothing fits into memory, else 0.
+
+    Examples:
+        lightning-pipe plan profile.json 8 --memory 80GiB --bandwidth 25GB/s --latency 10us
+        lightning-pipe plan 1,1,1,1,2,2,1,1 4 --batch-size 64
+        lightning-pipe plan profile.json 8 --memory 24GiB --yaml hydra > conf/strategy/planned.yaml
+        lightning-pipe plan profile.json 8 --schedules 1f1b,pipedream_2bw --json
+
+    Raises:
+        ValueError: If an option is wrong.
+    """
+    if yaml is not None and json:
+        raise ValueError("--yaml and --json are two formats: choose one")
+    layers, is_measured = _profile(profile, batch_size)
+    limit = None if memory is None else size_in_bytes(memory, "memory")
+    try:
+        with _progress() as report:
+            candidates = make(
+                layers,
+                devices,
+                limit,
+                inf if bandwidth is None else bytes_per_second(bandwidth, "bandwidth"),
+                seconds(latency, "latency"),
+                batch_size,
+                None if schedules is None else schedules.split(","),
+                cast("list[Checkpointing]", activation_checkpointing.split(",")),
+                replicas,
+                count,
+                report,
+            )
+    except InfeasibleError as error:
+        if json:
+            print(json_format.dumps({"fits": False, **_reasons(error)}))
+        print(f"lightning-pipe plan: {error}", file=sys.stderr)
+        return 1
+    if yaml is not None:
+        print(as_yaml(candidates[0], yaml), end="")
+    elif json:
+        print(json_format.dumps({"fits": True, "candidates": _rows(candidates)}))
+    else:
+        _print(candidates, layers, is_measured)
+    return 0
+
+
+def as_yaml(candidate: Candidate, target: Literal["hydra", "cli"]) -> str:
+    """Write a configuration as Hydra's `instantiate` or LightningCLI's ``--config`` takes it.
+
+    One document cannot serve both: each refuses the key by which the other knows the class.
+
+    Args:
+        candidate: The configuration.
+        target: Who is to read it.
+    """
+    config = candidate.strategy_config()
+    words = f"{candidate.step_seconds:.3g} s a step, {candidate.mean_bubble:.1%} bubble"
+    if target == "cli":
+        strategy = {"class_path": _TARGET, "init_args": config}
+        document: dict[str, Any] = {"trainer": {"devices": candidate.devices, "strategy": strategy}}
+        heading = f"# Planned: {words}.\n"
+    else:
+        document = {"_target_": _TARGET, **config}
+        heading = f"# Planned: {words}. Needs trainer.devices={candidate.devices}.\n"
+    text: str = yaml_format.safe_dump(document, sort_keys=False, default_flow_style=None, width=99)
+    return heading + text
+
+
+def _profile(profile: str, batch_size: int | None) -> tuple[Profile, bool]:
+    """Read a profile, or make one of costs; say whether it was measured."""
+    try:
+        costs = [float(number) for number in profile.split(",")]
+    except ValueError:
+        return Profile.load(profile), True
+    if batch_size is None:
+        raise ValueError("costs are for one sample: say with --batch-size how many there are")
+    return Profile.estimated(costs), False
+
+
+def _reasons(error: InfeasibleError) -> dict[str, Any]:
+    return {
+        "missing_bytes": error.missing_bytes,
+        "closest": error.closest,
+        "remedies": list(error.remedies),
+    }
+
+
+def _rows(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    return [
+        {
+            **asdict(candidate),
+            "mean_bubble": candidate.mean_bubble,
+            "strategy": candidate.strategy_config(),
+        }
+        for candidate in candidates
+    ]
+
+
+def _print(candidates: Sequence[Candidate], profile: Profile, is_measured: bool) -> None:
+    """Print a table, and how the best is cut."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    with_memory = any(max(candidate.peak_bytes) for candidate in candidates)
+    with_replicas = any(candidate.data_parallel_size > 1 for candidate in candidates)
+    columns = ["schedule", "ranks", "stages\n/rank", "micro-\nbatches", "check-\npoints"]
+    columns += ["repli-\ncas"] if with_replicas else []
+    columns += ["step\n(s)", "samples\n/s"] if is_measured else ["step\n(costs)"]
+    columns += ["bubble"]
+    columns += ["peak\n/rank"] if with_memory else []
+    for name in columns:
+        justify: Any = "left" if name in ("schedule", "check-\npoints") else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
+    for index, candidate in enumerate(candidates):
+        cells: list[Any] = [
+            candidate.schedule,
+            candidate.pipeline_parallel_size,
+            candidate.stages_per_rank,
+        ]
+        cells += [candidate.num_microbatches, candidate.activation_checkpointing]
+        cells += [candidate.data_parallel_size] if with_replicas else []
+        cells += [f"{candidate.step_seconds:.4g}"]
+        cells += [f"{candidate.samples_per_second:.4g}"] if is_measured else []
+        cells += [f"{candidate.mean_bubble:.1%}"]
+        cells += [in_gib(max(candidate.peak_bytes))] if with_memory else []
+        table.add_row(*map(str, cells), style="bold" if index == 0 else None)
+    console.print(f"The best of each schedule, for {len(profile.layers)} layers\n")
+    console.print(table)
+    sizes = ", ".join(map(str, candidates[0].partition))
+    console.print(f"\nLayers of the stages of the best: {sizes}", highlight=False)
+    console.print("Print it as a configuration: --yaml hydra, --yaml cli", highlight=False)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[float], None]]:
+    """Show on the terminal how much is done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Planning", total=1.0)
+        yield lambda share: progress.update(task, completed=share)
