@@ -121,6 +121,7 @@ class ParityReport:
 
 def compare_gradients(
     module: LightningModule,
+    /,  # PipelineStrategy has a `module` too
     data: Any = None,
     devices: int = 2,
     *,

@@ -7,6 +7,7 @@ What follows from something that failed is not checked.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -137,8 +138,13 @@ class _Inspection:
         from lightning_pipe import PipelineStrategy
 
         strategy = PipelineStrategy(**self._plans.strategy)
-        given = ", ".join(f"{name}={value!r}" for name, value in self._plans.strategy.items())
-        return strategy, f"PipelineStrategy({given})"
+        defaults = inspect.signature(PipelineStrategy).parameters
+        given = [
+            f"{name}={value!r}"
+            for name, value in self._plans.strategy.items()
+            if value != defaults[name].default
+        ]
+        return strategy, f"PipelineStrategy({', '.join(given)})"
 
     def _ranks(self) -> tuple[int, str]:
         nodes = int(self._plans.trainer.get("num_nodes", 1))

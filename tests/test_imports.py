@@ -9,6 +9,7 @@ import lightning_pipe
 
 ROOT = Path(lightning_pipe.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+PARTS = ("schedule", "runtime", "partition", "planning", "views", "cli")
 
 
 def module_name(path):
@@ -42,7 +43,7 @@ def files_of(part):
 
 
 def test_there_are_files_to_look_at():
-    assert all(len(files_of(part)) > 3 for part in ("schedule", "runtime", "partition"))
+    assert all(len(files_of(part)) > 3 for part in PARTS)
     assert "lightning_pipe.strategy" in map(module_name, FILES)
 
 
@@ -52,6 +53,15 @@ def test_there_are_files_to_look_at():
         ("schedule", ["lightning_pipe.schedule"]),
         ("runtime", ["lightning_pipe.runtime", "lightning_pipe.schedule.instructions"]),
         ("partition", ["lightning_pipe.partition"]),
+        (
+            "planning",
+            [
+                "lightning_pipe.planning",
+                "lightning_pipe.schedule",
+                "lightning_pipe.partition.profile",
+            ],
+        ),
+        ("views", ["lightning_pipe.views", "lightning_pipe.schedule"]),
     ],
 )
 def test_parts_import_only_what_lies_below_them(part, allowed):
@@ -83,10 +93,21 @@ def test_only_the_package_itself_imports_the_strategy():
     assert importers == {"lightning_pipe"}
 
 
-def test_hydra_is_imported_nowhere():
+def test_only_the_command_line_imports_the_command_line():
+    wrong = {
+        f"{module_name(path)} imports {name}"
+        for path in FILES
+        for name in of_package(path)
+        if inside(name, "lightning_pipe.cli")
+        and not inside(module_name(path), "lightning_pipe.cli", "lightning_pipe.__main__")
+    }
+    assert not wrong
+
+
+def test_hydra_is_imported_only_to_read_configurations():
     importers = {
         module_name(path)
         for path in FILES
         if any(inside(name, "hydra", "omegaconf") for name in imported(path))
     }
-    assert not importers
+    assert importers == {"lightning_pipe.cli.configuration"}

@@ -251,7 +251,7 @@ def _print_parity(console: Console, report: ParityReport) -> None:
 
     console.print()
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("parameter")
+    table.add_column("parameter", overflow="fold")
     for name in ("stage", "largest difference", "relative", "norm"):
         table.add_column(name, justify="right")
     for one in report.differences[:_WORST]:

@@ -136,12 +136,13 @@ def _built(target: str, keywords: Mapping[str, Any], group: str) -> Any:
     if not inspect.isclass(found) and not inspect.isroutine(found):
         _refuse_unused(keywords, group, f"{target} is built already")
         return found
+    signature = inspect.signature(found)
     try:
-        inspect.signature(found).bind(**keywords)
+        signature.bind(**keywords)
     except TypeError as error:
         raise MisconfigurationException(
-            f"{target}{inspect.signature(found)} cannot be called with {dict(keywords)}: {error}. "
-            f"Give its arguments as {group}.name=value."
+            f"{target} cannot be called with {dict(keywords)}: {error}. It takes "
+            f"{', '.join(signature.parameters) or 'nothing'}; give {group}.name=value."
         ) from error
     return found(**keywords)
 
