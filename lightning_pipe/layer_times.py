@@ -85,22 +85,35 @@ class LayerTimes:
             return None
         if self._partition == "time" and self._example is None and not self.needs_data:
             return None
-        profile = self._profile(found) if self._module.global_rank == 0 else None
-        times: list[float] = self._broadcast(
-            profile and [layer.forward_seconds + layer.backward_seconds for layer in profile.layers]
-        )
-        return times
+        outcome: list[float] | str | None = None
+        if self._module.global_rank == 0:
+            try:
+                layers = self._profile(found).layers
+                outcome = [layer.forward_seconds + layer.backward_seconds for layer in layers]
+            except MisconfigurationException as error:  # on all ranks: some errors are tried again
+                outcome = str(error)
+        outcome = self._broadcast(outcome)
+        if isinstance(outcome, str):
+            raise MisconfigurationException(outcome)
+        return outcome
 
     def _profile(self, found: PipelinedLayers) -> Profile:
         if self._partition == "time":
             return self._measured(found)
         profile = Profile.load(str(self._partition))
         names = tuple(layer.name for layer in profile.layers)
+        numbers = tuple(map(str, range(len(names))))  # of costs that the user estimated
+        given = f"PipelineStrategy(partition={self._partition!r})"
         if len(names) != len(found.names):
             raise MisconfigurationException(
-                f"PipelineStrategy(partition={self._partition!r}): the profile has {len(names)} "
-                f"layers, the model {len(found.names)}. Profile this model: `lightning-pipe "
-                "profile`."
+                f"{given}: the profile has {len(names)} layers, the model {len(found.names)}. "
+                "Profile this model: `lightning-pipe profile`."
+            )
+        if names not in (found.names, numbers):
+            other, own = next((a, b) for a, b in zip(names, found.names, strict=True) if a != b)
+            raise MisconfigurationException(
+                f"{given}: the profile is of another model: it has a layer {other!r} where this "
+                f"one has {own!r}. Profile this model: `lightning-pipe profile`."
             )
         return profile
 

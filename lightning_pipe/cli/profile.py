@@ -215,7 +215,7 @@ def _print(measured: Profile, output: str) -> None:
     whole = sum(layer.forward_seconds + layer.backward_seconds for layer in layers)
     console = Console(highlight=False)
     console.print(
-        f"{len(layers)} layers, {measured.batch_size} samples, on {measured.device}",
+        f"{len(layers)} layer{'s'[: len(layers) > 1]}, {measured.batch_size} samples, on {measured.device}",
         style="bold",
         soft_wrap=True,
     )

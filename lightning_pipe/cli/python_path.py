@@ -30,6 +30,8 @@ def find_packages(names: Iterable[str], project: Path) -> None:
         MisconfigurationException: The module of one is nowhere, or in several places.
     """
     for top in {name.partition(".")[0] for name in names}:
+        if top in sys.modules:
+            continue
         spec = importlib.util.find_spec(top)
         if spec is not None and spec.origin is not None:
             continue

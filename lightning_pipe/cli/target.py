@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -124,10 +125,19 @@ def _options(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
                 "model.width, data.batch_size, strategy.schedule or trainer.precision."
             )
         try:
-            options[group][name] = yaml.safe_load(value)
+            options[group][name] = _value(value)
         except yaml.YAMLError as error:
             raise MisconfigurationException(f"{word!r}: the value is no YAML: {error}") from error
     return options
+
+
+def _value(text: str) -> Any:
+    """Read a value as Hydra would: YAML, in which 1e-3 is a number too."""
+    value = yaml.safe_load(text)
+    if isinstance(value, str) and any(map(str.isdigit, value)):
+        with suppress(ValueError):
+            return float(value)
+    return value
 
 
 def _built(target: str, keywords: Mapping[str, Any], group: str) -> Any:
@@ -198,5 +208,9 @@ def _from_path(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

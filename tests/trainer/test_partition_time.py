@@ -121,8 +121,9 @@ def test_data_that_can_be_read_once_are_refused(ranks: Ranks) -> None:
     assert "example_input_array" in message
 
 
-def save_profile(path: Path, seconds: list[float]) -> str:
-    named = zip(find_layers(Uneven()).names, seconds, strict=False)
+def save_profile(path: Path, seconds: list[float], prefix: str = "") -> str:
+    names = [prefix + name for name in find_layers(Uneven()).names]
+    named = zip(names, seconds, strict=False)
     layers = [LayerProfile(name, s, 2 * s, 0, 0, 0, 0, 0) for name, s in named]
     Profile(tuple(layers), 1, 0).save(path)
     return str(path)
@@ -134,13 +135,37 @@ def test_a_saved_profile(ranks: Ranks, tmp_path: Path) -> None:
     assert counts == [11, 1]
 
 
-def fit_with(path: str) -> str:
+class WithSetup(Uneven):
+    """Could build its layers in `setup`, so that what fails before is tried once more."""
+
+    def setup(self, stage: str) -> None:
+        pass
+
+
+def fit_with(path: str, make: Any) -> str:
     with pytest.raises(MisconfigurationException) as caught:
-        fit(Uneven, {"partition": path})
+        fit(make, {"partition": path})
     return str(caught.value)
 
 
-def test_a_profile_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    path = save_profile(tmp_path / "profile.json", [1.0] * 5)
-    (message,) = ranks.run(1, fit_with, path)
-    assert "the profile has 5 layers, the model 12" in message
+@pytest.mark.parametrize(
+    ("layers", "prefix", "says"),
+    [
+        (5, "", "the profile has 5 layers, the model 12"),
+        (12, "other.", "it has a layer 'other.model.0' where this one has 'model.0'"),
+    ],
+)
+@pytest.mark.parametrize("make", [Uneven, WithSetup])
+def test_a_profile_of_another_model_is_refused(
+    ranks: Ranks, tmp_path: Path, layers: int, prefix: str, says: str, make: Any
+) -> None:
+    path = save_profile(tmp_path / "profile.json", [1.0] * layers, prefix)
+    for message in ranks.run(2, fit_with, path, make):
+        assert says in message
+
+
+def test_estimated_costs(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    Profile.estimated([20.0] + [1.0] * 11).save(path)
+    (_, counts, _), _ = ranks.run(2, fit, Uneven, {"partition": str(path)})
+    assert counts == [1, 11]
