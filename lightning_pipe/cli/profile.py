@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_pipe.assembly import check_call
 from lightning_pipe.cli.target import Target, load_target
 from lightning_pipe.cli.units import in_gib
-from lightning_pipe.parity_runs import first_batch
 from lightning_pipe.partition import (
     DeferredTensors,
     LayerProfile,
@@ -120,8 +125,45 @@ def _measured(
     device: torch.device,
     precision: Any,
 ) -> Profile:
-    """Run all layers as a Trainer with that precision would."""
+    """Build module and batch in the order in which a Trainer would, and run all layers."""
     root = target.module
+    trainer = _trainer(target, device, precision)
+    plugin = trainer.precision_plugin
+    has_batch = target.data is not None or is_overridden("train_dataloader", root)
+    if not has_batch and getattr(root, "example_input_array", None) is None:
+        raise MisconfigurationException(
+            f"{type(root).__name__} has no example_input_array and no train_dataloader, and no "
+            "data is named: give --data, or set one of them."
+        )
+    if isinstance(target.data, LightningDataModule):
+        target.data.prepare_data()
+        target.data.setup("fit")
+    root.prepare_data()
+    root.setup("fit")
+    deferred = DeferredTensors()
+    if is_overridden("configure_model", root):
+        with plugin.module_init_context(), deferred.recording():
+            root.configure_model()
+    found = find_layers(root, path)
+    _give_memory_outside(root, found, deferred)
+    plugin.convert_module(root)
+    batch = _first_batch(target, plugin) if has_batch else None
+    if batch_size is not None:
+        if has_batch:
+            batch = first_samples(batch, batch_size)
+        else:
+            root.example_input_array = first_samples(root.example_input_array, batch_size)
+    with plugin.forward_context():
+        args, kwargs, size = call_arguments(root, found, batch)
+    args, kwargs = plugin.convert_input((args, kwargs))
+    check_call(found, args, kwargs)
+    context = plugin.forward_context
+    with _Bar() as bar:
+        return measure(root, found, args, kwargs, size, repeats, device, bar.show, context, batch)
+
+
+def _trainer(target: Target, device: torch.device, precision: Any) -> Trainer:
+    """Make a Trainer of that precision, and attach module and data: hooks may ask for it."""
     trainer = Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=1,
@@ -131,63 +173,52 @@ def _measured(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    plugin = trainer.precision_plugin
-    trainer.strategy.connect(root)
-    root.trainer = trainer
-    batch = _batch(target)
-    found = _layers(root, path)
-    plugin.convert_module(root)
-    with plugin.forward_context():
-        if batch is not None:
-            batch = plugin.convert_input(batch)
-            if batch_size is not None:
-                batch = first_samples(batch, batch_size)
-        args, kwargs, size = call_arguments(root, found, batch)
-        if batch is None:
-            args, kwargs = plugin.convert_input((args, kwargs))
-            if batch_size is not None:
-                args, kwargs = first_samples((args, kwargs), batch_size)
-                size = batch_size
-    with _Bar() as bar:
-        return measure(
-            root,
-            found,
-            args,
-            kwargs,
-            size,
-            repeats,
-            device,
-            bar.show,
-            plugin.forward_context,
-            batch,
+    is_datamodule = isinstance(target.data, LightningDataModule)
+    data = {"datamodule" if is_datamodule else "train_dataloaders": target.data}
+    trainer.strategy.connect(target.module)
+    target.module.trainer = trainer
+    trainer.state.fn = TrainerFn.FITTING
+    trainer._data_connector.attach_data(target.module, **data)
+    return trainer
+
+
+def _first_batch(target: Target, plugin: Precision) -> Any:
+    """Load the first batch, and let it go through the user's hooks, but to the CPU."""
+    root, loader = target.module, target.data
+    if isinstance(loader, LightningDataModule):
+        loader = loader.train_dataloader()
+    elif loader is None:
+        loader = root.train_dataloader()
+    # A list is one of loaders, as Lightning has it, or simply of batches.
+    is_list = isinstance(loader, list | tuple) and all(isinstance(x, DataLoader) for x in loader)
+    several = isinstance(loader, dict) or is_list
+    batches = iter(CombinedLoader(loader, "max_size_cycle") if several else loader)
+    first = next(batches, None)
+    if first is None:
+        raise MisconfigurationException(
+            f"{type(loader).__name__} gives no batch at all: expected at least one to measure on."
         )
+    batch = first[0] if several else first  # a CombinedLoader gives its place as well
+    batch = root._on_before_batch_transfer(plugin.convert_input(batch))
+    return root._apply_batch_transfer_handler(batch, torch.device("cpu"))
 
 
-def _batch(target: Target) -> Any:
-    """Load the first batch; none if the module has an example and no data."""
-    root = target.module
-    if target.data is None and not is_overridden("train_dataloader", root):
-        if getattr(root, "example_input_array", None) is None:
-            raise MisconfigurationException(
-                f"{type(root).__name__} has no example_input_array and no train_dataloader, and no "
-                "data is named: give --data, or set one of them."
-            )
-        return None
-    return first_batch(root, target.data)
-
-
-def _layers(root: LightningModule, path: str | None) -> PipelinedLayers:
-    """Find the layers, which the module's hooks may have to build."""
-    if is_overridden("configure_model", root):
-        with DeferredTensors().recording():
-            root.configure_model()
-    try:
-        return find_layers(root, path)
-    except MisconfigurationException:
-        if not is_overridden("setup", root):
-            raise
-    root.setup("fit")
-    return find_layers(root, path)
+def _give_memory_outside(
+    root: LightningModule, found: PipelinedLayers, deferred: DeferredTensors
+) -> None:
+    """Make what ``configure_model`` has built outside of the layers: the step runs through it."""
+    inside = {part for layer in found.layers for part in layer.modules()}
+    made: dict[int, nn.Parameter] = {}
+    for part in root.modules():
+        if part in inside:
+            continue
+        for name, parameter in part._parameters.items():
+            if parameter is not None and deferred.is_deferred(parameter):
+                twin = nn.Parameter(deferred.real(parameter).detach(), parameter.requires_grad)
+                part._parameters[name] = made.setdefault(id(parameter), twin)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = deferred.real(buffer)
 
 
 @contextmanager
@@ -215,7 +246,8 @@ def _print(measured: Profile, output: str) -> None:
     whole = sum(layer.forward_seconds + layer.backward_seconds for layer in layers)
     console = Console(highlight=False)
     console.print(
-        f"{len(layers)} layer{'s'[: len(layers) > 1]}, {measured.batch_size} samples, on {measured.device}",
+        f"{len(layers)} layer{'s'[: len(layers) > 1]}, {measured.batch_size} samples, "
+        f"on {measured.device}",
         style="bold",
         soft_wrap=True,
     )
@@ -254,7 +286,10 @@ def _cells(layer: LayerProfile, share: float) -> list[str]:
 
 
 class _Bar:
-    """A progress bar on stderr, if it takes longer than that."""
+    """A progress bar on stderr, if it takes longer than that.
+
+    It is drawn between layers only: a thread that draws would be measured with them.
+    """
 
     def __enter__(self) -> _Bar:
         """Begin to wait."""
@@ -272,6 +307,7 @@ class _Bar:
             self._task = self._progress.add_task("Layers", total=of)
             self._progress.start()
         self._progress.update(self._task, completed=done)
+        self._progress.refresh()
 
     def __exit__(self, *_: object) -> None:
         """Remove it."""
@@ -284,4 +320,5 @@ def _new_progress() -> Progress:
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+    is_off = not console.is_terminal
+    return Progress(console=console, transient=True, auto_refresh=False, disable=is_off)

@@ -65,6 +65,10 @@ class Configured(Model):
         if self.net is None:
             Model.build(self)
 
+class Making(Model):  # its own input, in the dtype that the Trainer lets be the default
+    def training_step(self, batch, batch_idx):
+        return self.net(torch.ones(len(batch), {WIDTH})).sum()
+
 class Loading(Model):
     def train_dataloader(self):
         return batches()
@@ -73,6 +77,48 @@ class Two(Model):
     def build(self):
         Model.build(self)
         self.other = nn.Sequential(nn.Linear({WIDTH}, 1000))
+
+class Hooked(Model):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[:, :{WIDTH}]
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return wide()
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[:, :{WIDTH}]
+
+class Outside(Configured):
+    def configure_model(self):
+        if self.net is None:
+            self.before = nn.Linear({WIDTH}, {WIDTH})
+            self.net = nn.Sequential(nn.Linear({WIDTH}, 200), Slow(0.0), nn.Linear(200, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(self.before(batch)).mean()
+
+class Own(Model):
+    def setup(self, stage):
+        self.loader = batches()
+
+    def train_dataloader(self):
+        return self.loader
+
+class Several(Model):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["a"], batch_idx)
+
+class Keyword(Model):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch, scale=2.0).mean()
+
+def wide():
+    return [torch.ones(2 * {N}, {WIDTH} + 3)]
+
+def several():
+    load = torch.utils.data.DataLoader
+    return {{"a": load(torch.ones(20, {WIDTH}), 2 * {N}), "b": load(torch.ones(9, {WIDTH}), 3)}}
 
 def batches(size=2 * {N}):
     return [torch.ones(size, {WIDTH})] * 3
@@ -149,10 +195,34 @@ def test_layers_that_hooks_build(project: str, name: str) -> None:
     assert len(run(f"{project}:{name}").layers) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("Hooked", "wide"),
+        ("Model", "Data"),
+        ("Outside", "batches"),
+        ("Own", None),
+        ("Several", "several"),
+    ],
+)
+def test_the_step_gets_what_it_gets_in_a_run(project: str, name: str, data: str | None) -> None:
+    """Hooks of module and data, a part that the step needs before the layers, several loaders."""
+    named = [] if data is None else ["--data", f"{project}:{data}"]
+    assert run(f"{project}:{name}", *named).input_bytes == 2 * N * WIDTH * 4
+
+
+def test_what_the_layers_would_not_see(project: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", f"{project}:Keyword", "--data", f"{project}:batches"]) == 2
+    assert "keyword arguments ['scale']" in capsys.readouterr().err
+
+
 def test_precision(project: str) -> None:
     double = run(f"{project}:Model", "--precision", "64-true")
     assert double.layers[0].parameter_bytes == (WIDTH * WIDTH + WIDTH) * 8
     assert double.input_bytes == N * WIDTH * 8
+    data = f"{project}:batches"
+    made = run(f"{project}:Making", "--data", data, "--precision", "64-true")
+    assert made.input_bytes == 2 * N * WIDTH * 8
     mixed = run(f"{project}:Model", "trainer.precision=bf16-mixed")
     assert mixed.layers[0].parameter_bytes == (WIDTH * WIDTH + WIDTH) * 4
     assert mixed.layers[0].output_bytes == N * WIDTH * 2
