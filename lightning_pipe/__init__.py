@@ -8,17 +8,25 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
-    from lightning_pipe.monitor import PipelineMonitor as PipelineMonitor
+    from lightning_pipe.checking.parity import compare_gradients as compare_gradients
+    from lightning_pipe.monitoring.monitor import PipelineMonitor as PipelineMonitor
     from lightning_pipe.planning import plan as plan
     from lightning_pipe.schedule.registry import register_schedule as register_schedule
     from lightning_pipe.strategy import PipelineStrategy as PipelineStrategy
 
 __version__ = "0.1.0"
-__all__ = ["PipelineMonitor", "PipelineStrategy", "plan", "register_schedule"]
+__all__ = [
+    "PipelineMonitor",
+    "PipelineStrategy",
+    "compare_gradients",
+    "plan",
+    "register_schedule",
+]
 
 _HOMES = {  # imported when first asked for
-    "PipelineMonitor": "lightning_pipe.monitor",
+    "PipelineMonitor": "lightning_pipe.monitoring.monitor",
     "PipelineStrategy": "lightning_pipe.strategy",
+    "compare_gradients": "lightning_pipe.checking.parity",
     "plan": "lightning_pipe.planning",
     "register_schedule": "lightning_pipe.schedule.registry",
 }

@@ -12,11 +12,11 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from lightning_pipe.checking.parity import ParityError, ParityReport, Precision, compare_gradients
+from lightning_pipe.checking.preflight import look
+from lightning_pipe.checking.preflight_rows import Findings, Plans, Row
 from lightning_pipe.cli.target import load_target
 from lightning_pipe.cli.units import in_gib, size_in_bytes
-from lightning_pipe.parity import ParityError, ParityReport, Precision, compare_gradients
-from lightning_pipe.preflight import look
-from lightning_pipe.preflight_rows import Findings, Plans, Row
 
 if TYPE_CHECKING:
     from rich.console import Console

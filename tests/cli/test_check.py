@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from trainer.lit import FEATURES, Classifier, loader
 
+from lightning_pipe.checking.preflight import look
+from lightning_pipe.checking.preflight_rows import Findings, Plans, Row
 from lightning_pipe.cli import main
-from lightning_pipe.preflight import look
-from lightning_pipe.preflight_rows import Findings, Plans, Row
 
 PROJECT = """
 from torch import nn

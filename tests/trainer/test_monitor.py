@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_pipe import PipelineMonitor
-from lightning_pipe.clock import behind_first
+from lightning_pipe.monitoring.clock import behind_first
 
 from .lit import Classifier, Options, loader, trainer
 from .pipedream import fit as fit_pipedream

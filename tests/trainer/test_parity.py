@@ -12,8 +12,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_pipe.parity import ParityError, compare, compare_gradients
-from lightning_pipe.parity_records import Run
+from lightning_pipe.checking.parity import ParityError, compare, compare_gradients
+from lightning_pipe.checking.parity_records import Run
 from lightning_pipe.runtime import training
 from lightning_pipe.runtime.steps import Losses
 

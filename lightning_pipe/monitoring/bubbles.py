@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
 
-from lightning_pipe.replay import Record, Replayed, Rows, Times, replay
+from lightning_pipe.monitoring.replay import Record, Replayed, Rows, Times, replay
 from lightning_pipe.schedule import (
     Compute,
     Forward,

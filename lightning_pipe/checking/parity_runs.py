@@ -34,7 +34,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
-from lightning_pipe.parity_records import SEED, OneByOne, Recorder, Run, end_after
+from lightning_pipe.checking.parity_records import SEED, OneByOne, Recorder, Run, end_after
 from lightning_pipe.runtime.microbatch import first_samples
 
 Phase = Literal["pipeline", "one device"]

@@ -7,11 +7,11 @@ from dataclasses import astuple
 
 import pytest
 
-from lightning_pipe.bubbles import Bubble, split_fill
-from lightning_pipe.monitor_report import MonitorReport, RankRecords
-from lightning_pipe.prediction import events_of, predict
+from lightning_pipe.monitoring.bubbles import Bubble, split_fill
+from lightning_pipe.monitoring.prediction import events_of, predict
+from lightning_pipe.monitoring.replay import Rows, Times, records_of, replay
+from lightning_pipe.monitoring.report import MonitorReport, RankRecords
 from lightning_pipe.programs import Timing
-from lightning_pipe.replay import Rows, Times, records_of, replay
 from lightning_pipe.runtime.recording import AwaitBatch, AwaitEnding, Fill, Round
 from lightning_pipe.schedule import (
     SCHEDULES,

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_pipe.parity_records import Run
-from lightning_pipe.parity_runs import Job, ParityError, Phase, Runs, run
+from lightning_pipe.checking.parity_records import Run
+from lightning_pipe.checking.parity_runs import Job, ParityError, Phase, Runs, run
 
 __all__ = ["Difference", "ParityError", "ParityReport", "Precision", "compare_gradients"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from lightning_pipe.replay import Record, Replayed, Rows, Times, granted_times, replay
+from lightning_pipe.monitoring.replay import Record, Replayed, Rows, Times, granted_times, replay
 from lightning_pipe.runtime.recording import AwaitBatch, AwaitEnding
 from lightning_pipe.schedule import Compute, Event, Forward
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from lightning_pipe.bubbles import Bubble, split_fill
-from lightning_pipe.prediction import Prediction, events_of, predict
+from lightning_pipe.monitoring.bubbles import Bubble, split_fill
+from lightning_pipe.monitoring.prediction import Prediction, events_of, predict
+from lightning_pipe.monitoring.replay import Rows, records_of
 from lightning_pipe.programs import Timing
-from lightning_pipe.replay import Rows, records_of
 from lightning_pipe.runtime.recording import Fill, Round
 from lightning_pipe.schedule import (
     Compute,

@@ -12,8 +12,8 @@ from lightning_utilities.core.imports import RequirementCache
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_pipe import trainer_patches as patches
-from lightning_pipe.clock import behind_first
-from lightning_pipe.monitor_report import MonitorReport, RankRecords
+from lightning_pipe.monitoring.clock import behind_first
+from lightning_pipe.monitoring.report import MonitorReport, RankRecords
 from lightning_pipe.runtime.recording import Recorder
 from lightning_pipe.views.chrome_trace import trace_of, write_trace
 from lightning_pipe.views.picture import SUFFIXES, draw
@@ -26,8 +26,8 @@ class PipelineMonitor(Callback):
     ``pipeline/bubble``, the share of the time from the first forward to the last backward of a
     batch, or of a fill with an asynchronous schedule, in which a rank does not compute; its parts
     ``bubble_warm_up``, ``bubble_imbalance``, ``bubble_communication``, ``bubble_cool_down`` and
-    ``bubble_overhead`` (`lightning_pipe.bubbles` says what they are), which add up to it; and, of
-    the worst stage, ``peak_in_flight`` (micro-batches), ``live_versions`` (of the weights) and
+    ``bubble_overhead`` (`lightning_pipe.monitoring.bubbles` says what they are), which add up to
+    it; and, of the worst stage, ``peak_in_flight`` (micro-batches), ``live_versions`` (of the weights) and
     ``staleness`` (updates that a gradient comes late). All ranks log the same; the values are in
     ``trainer.callback_metrics``, too.
 

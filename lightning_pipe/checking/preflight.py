@@ -22,9 +22,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipe import checks
 from lightning_pipe.assembly import Settings, check_call, cut_batch
+from lightning_pipe.checking.parity_runs import first_batch
+from lightning_pipe.checking.preflight_memory import peak_bytes
+from lightning_pipe.checking.preflight_rows import Findings, Plans, Row, StageRow, Status
 from lightning_pipe.layer_times import LayerTimes
 from lightning_pipe.loss_scaling import scaler_of
-from lightning_pipe.parity_runs import first_batch
 from lightning_pipe.partition import (
     DeferredTensors,
     PipelinedLayers,
@@ -38,8 +40,6 @@ from lightning_pipe.partition import (
 from lightning_pipe.partition.call_arguments import training_call
 from lightning_pipe.partition.measure import measure
 from lightning_pipe.planning.infeasible import in_words
-from lightning_pipe.preflight_memory import peak_bytes
-from lightning_pipe.preflight_rows import Findings, Plans, Row, StageRow, Status
 from lightning_pipe.programs import Timing
 from lightning_pipe.runtime.microbatch import find_batch_size, first_samples
 from lightning_pipe.schedule import Placement, look_up, policy_for
