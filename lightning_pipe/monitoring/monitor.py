@@ -27,9 +27,9 @@ class PipelineMonitor(Callback):
     batch, or of a fill with an asynchronous schedule, in which a rank does not compute; its parts
     ``bubble_warm_up``, ``bubble_imbalance``, ``bubble_communication``, ``bubble_cool_down`` and
     ``bubble_overhead`` (`lightning_pipe.monitoring.bubbles` says what they are), which add up to
-    it; and, of the worst stage, ``peak_in_flight`` (micro-batches), ``live_versions`` (of the weights) and
-    ``staleness`` (updates that a gradient comes late). All ranks log the same; the values are in
-    ``trainer.callback_metrics``, too.
+    it; and, of the worst stage, ``peak_in_flight`` (micro-batches), ``live_versions`` (of the
+    weights) and ``staleness`` (updates that a gradient comes late). All ranks log the same; the
+    values are in ``trainer.callback_metrics``, too.
 
     The ranks' records are put together where the pipeline is empty and only there: with a
     synchronous schedule every ``log_every_n_steps``, with an asynchronous one at the end of each
