@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from math import inf
+from math import inf, isfinite
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml as yaml_format  # type: ignore[import-untyped]
@@ -99,7 +100,7 @@ def plan(
         print(f"lightning-pipe plan: {error}", file=sys.stderr)
         return 1
     if yaml is not None:
-        print(as_yaml(candidates[0], yaml), end="")
+        print(as_yaml(candidates[0], yaml, is_measured), end="")
     elif json:
         print(json_format.dumps({"fits": True, "candidates": _rows(candidates)}))
     else:
@@ -107,7 +108,7 @@ def plan(
     return 0
 
 
-def as_yaml(candidate: Candidate, target: Literal["hydra", "cli"]) -> str:
+def as_yaml(candidate: Candidate, target: Literal["hydra", "cli"], is_measured: bool = True) -> str:
     """Write a configuration as Hydra's `instantiate` or LightningCLI's ``--config`` takes it.
 
     One document cannot serve both: each refuses the key by which the other knows the class.
@@ -115,9 +116,11 @@ def as_yaml(candidate: Candidate, target: Literal["hydra", "cli"]) -> str:
     Args:
         candidate: The configuration.
         target: Who is to read it.
+        is_measured: Whether times are seconds.
     """
     config = candidate.strategy_config()
-    words = f"{candidate.step_seconds:.3g} s a step, {candidate.mean_bubble:.1%} bubble"
+    unit = "s" if is_measured else "(costs)"
+    words = f"{candidate.step_seconds:.3g} {unit} a step, {candidate.mean_bubble:.1%} bubble"
     if target == "cli":
         strategy = {"class_path": _TARGET, "init_args": config}
         document: dict[str, Any] = {"trainer": {"devices": candidate.devices, "strategy": strategy}}
@@ -134,7 +137,14 @@ def _profile(profile: str, batch_size: int | None) -> tuple[Profile, bool]:
     try:
         costs = [float(number) for number in profile.split(",")]
     except ValueError:
+        if not Path(profile).is_file():
+            raise ValueError(
+                f"{profile!r} is neither a file that `lightning-pipe profile` wrote nor costs of "
+                "layers, as 1,1,2,1"
+            ) from None
         return Profile.load(profile), True
+    if not all(isfinite(cost) and cost >= 0 for cost in costs):
+        raise ValueError(f"costs={profile} must be finite numbers, none below 0")
     if batch_size is None:
         raise ValueError("costs are for one sample: say with --batch-size how many there are")
     return Profile.estimated(costs), False

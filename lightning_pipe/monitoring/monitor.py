@@ -83,6 +83,7 @@ class PipelineMonitor(Callback):
 
         if stage != "fit":
             return
+        self.report = None
         if not isinstance(trainer.strategy, PipelineStrategy):
             raise MisconfigurationException(
                 f"PipelineMonitor looks at a pipeline, but the strategy is "
@@ -109,7 +110,7 @@ class PipelineMonitor(Callback):
                 "its ranks must not wait for each other. Leave it out: values are logged at the "
                 "end of each training epoch."
             )
-        self._recorder, self.report, self._logged_step = Recorder(self._record_steps), None, None
+        self._recorder, self._logged_step = Recorder(self._record_steps), None
         pipeline.record_to(self._recorder)
 
     def on_train_batch_end(
@@ -146,7 +147,7 @@ class PipelineMonitor(Callback):
         self._logged_step = step
         report, metrics = self._exchange(trainer)
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+            logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step=step)
         return report
 
     def _exchange(self, trainer: Trainer) -> tuple[MonitorReport | None, dict[str, float]]:

@@ -14,6 +14,7 @@ from lightning_pipe.schedule import SCHEDULES, BackwardInput, Placement, accepts
 from lightning_pipe.schedule.registry import Schedule, look_up
 
 MOST_STAGES_PER_RANK = 4
+_MOST_MICROBATCHES = 4096
 _SPACING = 1.25
 
 
@@ -185,7 +186,8 @@ def microbatch_counts(schedule: str, num_ranks: int, samples: int) -> tuple[int,
     """Give numbers of micro-batches, a factor of 1.25 to 2 apart.
 
     Those that make micro-batches of equal size, and others only where there are too few of them:
-    with unequal ones ranks wait for each other, which no prediction here knows of.
+    with unequal ones ranks wait for each other, which no prediction here knows of. There are at
+    most 4096, with which no bubble is left that matters.
 
     Args:
         schedule: ``"interleaved"`` takes multiples of the ranks only, ``"naive"`` only one.
@@ -195,7 +197,7 @@ def microbatch_counts(schedule: str, num_ranks: int, samples: int) -> tuple[int,
     if schedule == "naive":
         return (1,)
     unit = num_ranks if schedule == "interleaved" else 1
-    most = samples // unit * unit
+    most = min(samples, _MOST_MICROBATCHES) // unit * unit
     counts: list[int] = []
     for count in range(unit, most + 1, unit):
         equal = samples % count == 0 and (not counts or count >= _SPACING * counts[-1])

@@ -8,7 +8,8 @@ only for the gradients that are needed. The graph, and with it all activations, 
 second part has run.
 
 Qi et al. 2024, "Zero Bubble Pipeline Parallelism"; ``torch.distributed.pipelining`` finds the
-places to cut in the graph, too.
+places to cut in the graph, too. What a layer computes again by a ``torch.utils.checkpoint`` of its
+own (``use_reentrant=False``) it computes for the first part and for each fork.
 """
 
 from __future__ import annotations
@@ -183,8 +184,8 @@ def _refuse(node: Any) -> None:
     if "CheckpointFunctionBackward" in type(node).__name__:
         raise MisconfigurationException(
             "A layer uses torch.utils.checkpoint with use_reentrant=True, whose backward cannot be "
-            "split into the parts for input and weights. Use use_reentrant=False, or a schedule "
-            "without split backwards ('1f1b')."
+            "split into the parts for input and weights. Use a schedule without split backwards "
+            "('1f1b'), or use_reentrant=False, which computes the layer again for each part."
         )
     variable = getattr(node, "variable", None)
     if variable is not None and variable._post_accumulate_grad_hooks:

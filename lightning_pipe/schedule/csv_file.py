@@ -69,9 +69,13 @@ def load_csv(path: str | Path) -> Order:
         ScheduleError: If there is no such file, or a cell is none of the above.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8-sig")  # with the mark of Excel's, or without
     except OSError as error:
         raise ScheduleError(f"schedule={str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ScheduleError(
+            f"schedule={str(path)!r} is no text in UTF-8; expected a CSV file, a row for each rank"
+        ) from error
     rows = [row for row in csv.reader(StringIO(text)) if row]
     order = tuple(
         tuple(step for cell in row for step in _computes(cell.strip(), f"{path}, row {number}"))

@@ -10,6 +10,8 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from lightning_pipe.schedule import (
+    Backward,
+    Forward,
     Placement,
     ScheduleError,
     accepts,
@@ -145,6 +147,15 @@ def test_wrong_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"none\.csv'?: No such file"):
         look_up(str(tmp_path / "none.csv"))
+
+
+def test_files_of_excel(tmp_path: Path) -> None:
+    path = tmp_path / "marked.csv"
+    path.write_text("0F0,0B0\n", encoding="utf-8-sig")
+    assert load_csv(path) == ((Forward(0, 0), Backward(0, 0)),)
+    path.write_text("0F0,0B0\n", encoding="utf-16")
+    with pytest.raises(ScheduleError, match="is no text in UTF-8"):
+        load_csv(path)
 
 
 def test_asynchronous_schedules_cannot_be_exported() -> None:
