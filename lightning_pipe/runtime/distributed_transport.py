@@ -74,8 +74,8 @@ class GlooTransport:
         buffer = torch.empty(shape, dtype=dtype)
         try:
             work = self._groups[channel, peer < self.rank].recv([buffer], peer, 0)
-        except RuntimeError as error:
-            raise PeerLostError(f"receiving from rank {peer}: {error}") from error
+        except RuntimeError as error:  # that is said where it is waited for, which names the place
+            return _LostPeer(f"receiving from rank {peer}: {error}")
         pending = _PendingGloo(work, buffer, peer, self._asked, self.device)
         self._asked.add(pending)
         return pending
@@ -134,6 +134,20 @@ class GlooTransport:
         for sent in self._sent.values():
             sent.clear()
         self._groups = {}
+
+
+class _LostPeer:
+    """A receive that could not even be asked for.
+
+    Args:
+        message: Why.
+    """
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def wait(self) -> Tensor:
+        raise PeerLostError(self._message)
 
 
 class _PendingGloo:
