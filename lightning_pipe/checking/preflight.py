@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,6 +40,7 @@ from lightning_pipe.partition.call_arguments import training_call
 from lightning_pipe.partition.measure import measure
 from lightning_pipe.planning.infeasible import in_words
 from lightning_pipe.programs import Timing
+from lightning_pipe.quiet import quiet_lightning
 from lightning_pipe.runtime.microbatch import find_batch_size, first_samples
 from lightning_pipe.schedule import Placement, look_up, policy_for
 
@@ -69,7 +69,7 @@ class _Inspection:
         self.findings = Findings()
 
     def run(self) -> Findings:
-        with _quiet():
+        with quiet_lightning():
             self._ask("options", self._options)
             self._ask("ranks", self._ranks, "options")
             self._ask("schedule", self._schedule, "ranks")
@@ -400,15 +400,3 @@ def _refusals(check: Callable[..., None], *args: Any) -> list[str]:
 def _range(sizes: list[int]) -> str:
     low, high = min(sizes), max(sizes)
     return str(low) if low == high else f"{low} to {high}"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Lightning from telling of devices that are there."""
-    logger = logging.getLogger("lightning.pytorch")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json as json_format
-import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +32,7 @@ from lightning_pipe.partition import (
     find_layers,
     measure,
 )
+from lightning_pipe.quiet import quiet_lightning
 from lightning_pipe.runtime.microbatch import first_samples
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def profile(
     if repeats < 1:
         raise ValueError(f"--repeats={repeats} must be at least 1")
     where = _device(device)
-    with redirect_stdout(sys.stderr), _quiet():  # what the user's code prints
+    with redirect_stdout(sys.stderr), quiet_lightning():  # what the user's code prints
         loaded = load_target(target, overrides or [], data)
         path = module or loaded.strategy_options.get("module")
         measured = _measured(loaded, path, batch_size, repeats, where, precision)
@@ -219,18 +218,6 @@ def _give_memory_outside(
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = deferred.real(buffer)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Lightning from telling of devices that are there."""
-    logger = logging.getLogger("lightning.pytorch")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 # ------------------------------------------------------------------------------------------- output

@@ -20,7 +20,7 @@ from lightning_pipe.runtime.errors import PeerLostError, PipelineError
 from lightning_pipe.runtime.mailbox import Key, Mailbox
 from lightning_pipe.runtime.payload import Entrance, Spec, assemble, disassemble, flatten
 from lightning_pipe.runtime.recording import Recorder
-from lightning_pipe.runtime.split_backward import SplitBackward, Start
+from lightning_pipe.runtime.split_backward import SplitBackward, Start, run_backward
 from lightning_pipe.runtime.transport import Channel, Route
 from lightning_pipe.schedule.instructions import (
     AnyBackward,
@@ -212,7 +212,7 @@ class _State:
     def backward(self, step: Backward, work: Work) -> None:
         key = step.stage, step.microbatch
         starts = self._starts(key)
-        work.backward(step, lambda: _differentiate(starts))
+        work.backward(step, lambda: run_backward(starts))
         self._leave(key, self._entrances.pop(key, None))
         self._in_flight[step.stage] -= 1
 
@@ -275,13 +275,6 @@ class _State:
 
     def _send(self, route: Route, key: Key, tree: Any) -> None:
         self._mailbox.send(route, key, self.signatures[key[1]], tree)
-
-
-def _differentiate(starts: list[Start]) -> None:
-    """Run a whole backward."""
-    if starts:
-        edges, gradients = zip(*starts, strict=True)
-        torch.autograd.backward(edges, gradients)
 
 
 def _enter(tree: Any, spec: Spec) -> tuple[Any, Entrance | None]:

@@ -55,13 +55,12 @@ class SplitBackward:
         if self._first:
             for fork in self._forks:
                 fork.listen()
-            _run(self._first, self._targets, keep=bool(self._forks))
+            run_backward(self._first, self._targets, keep=bool(self._forks))
             self._first = ()
 
     def weight(self) -> None:
         """Run the part for the weights, and let go of the graph."""
-        if self._second:
-            _run(self._second, None, keep=bool(self._forks))
+        run_backward(self._second, keep=bool(self._forks))
         for fork in self._forks:
             fork.run()
         self._second, self._forks = [], []
@@ -100,8 +99,7 @@ class _Fork:
             for index, gradient in enumerate(self._arrived or ())
             if gradient is not None
         ]
-        if starts:
-            _run(starts, self._targets, keep=False)
+        run_backward(starts, self._targets)
         self._listener.remove()
 
 
@@ -197,6 +195,16 @@ def _refuse(node: Any) -> None:
         )
 
 
-def _run(starts: Sequence[Start], targets: Sequence[Tensor] | None, keep: bool) -> None:
-    edges, gradients = zip(*starts, strict=True)
-    torch.autograd.backward(edges, gradients, retain_graph=keep, inputs=targets)
+def run_backward(
+    starts: Sequence[Start], targets: Sequence[Tensor] | None = None, keep: bool = False
+) -> None:
+    """Run a graph from some places on.
+
+    Args:
+        starts: Where; nowhere, and nothing runs.
+        targets: The leaves whose gradients are wanted. Default: all.
+        keep: Whether the graph will be run again.
+    """
+    if starts:
+        edges, gradients = zip(*starts, strict=True)
+        torch.autograd.backward(edges, gradients, retain_graph=keep, inputs=targets)
