@@ -37,13 +37,16 @@ from lightning_pipe.partition import (
 from lightning_pipe.programs import RankPrograms, Timing
 from lightning_pipe.report import PipelineReport, StageReport
 from lightning_pipe.runtime.call import PipelinedModule, attach
+from lightning_pipe.runtime.consensus import Consensus
 from lightning_pipe.runtime.executor import Measurements
 from lightning_pipe.runtime.microbatch import find_batch_size, split_batch
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
+from lightning_pipe.runtime.rounds import Sharing
 from lightning_pipe.runtime.stage import Checkpointing, Stage
 from lightning_pipe.runtime.transport import Transport
 from lightning_pipe.schedule import Plan, look_up, make_plan, policy_for, simulate
+from lightning_pipe.sharing import Groups, SharedParameters
 
 _LONG_FILL = 100  # micro-batches; a longer one has no noticeable bubble, and takes long to simulate
 _DEBUG = "LIGHTNING_PIPE_DEBUG"  # variable of the environment: compare versions at every message
@@ -99,7 +102,8 @@ class Assembly:
         self._counts = parameter_counts(self._found)
         costs = seconds_of(self._found) or self._counts
         self._sizes = partition(settings.partition, costs, self._placement.num_stages)
-        checks.check_tied(shared_between_stages(self._found, self._sizes))
+        if self._timing.continuous:
+            checks.check_tied(shared_between_stages(self._found, self._sizes))
         checks.check_batchnorm(settings.deferred_batchnorm, self._found.layers)
         self._layers_of = stage_slices(self._sizes)
         self._own_stages = self._placement.stages_of(rank)
@@ -137,10 +141,16 @@ class Assembly:
         return_freed_memory()
         self._parameters = _parameters_of(self._found)
 
-    def settle(self) -> None:
-        """Make what all ranks own equal, and refuse layers that have changed since. Collective.
+    def settle(self, groups: Groups) -> SharedParameters:
+        """Make what several ranks own equal, and refuse layers that have changed since. Collective.
 
         Hooks called ``setup`` come between; they may add parameters outside the layers.
+
+        Args:
+            groups: Make groups of ranks.
+
+        Returns:
+            What this rank shares with others.
 
         Raises:
             MisconfigurationException: Layers have changed.
@@ -150,13 +160,34 @@ class Assembly:
         with torch.no_grad():
             for tensor in [*self.shared, *outside_buffers(self._root, self._found)]:
                 dist.broadcast(tensor.data, src=0)
+        shared = self.shares(groups)
+        shared.make_equal()
+        return shared
 
-    def connect(self, transport: Transport, random_states: RandomStates) -> Pipeline:
+    def shares(self, groups: Groups) -> SharedParameters:
+        """What this rank shares with others. Collective.
+
+        Args:
+            groups: Make groups of ranks.
+        """
+        return SharedParameters(
+            self._found, self._sizes, self._placement, self._rank, self.shared, groups
+        )
+
+    def connect(
+        self,
+        transport: Transport,
+        random_states: RandomStates,
+        sharing: Sharing,
+        consensus: Consensus | None = None,
+    ) -> Pipeline:
         """Let the pipelined module's calls go through the pipeline.
 
         Args:
             transport: Connects the ranks.
             random_states: Seed the streams of step and layers.
+            sharing: What this rank has that others have, too.
+            consensus: With other pipelines, if there are any.
         """
         found, settings = self._found, self._settings
         keywords = cache(self._keywords)  # signatures are slow to read, and do not change
@@ -180,7 +211,7 @@ class Assembly:
             RankPrograms(self._timing, self._rank, transport.receive_model),
             transport,
             random_states,
-            self.shared,
+            sharing,
             list(self._root.parameters()),
             self._split,
             self._count_evaluated,
@@ -188,6 +219,7 @@ class Assembly:
             settings.evaluation_outputs,
             compares_versions=os.environ.get(_DEBUG, "") not in ("", "0"),
             last_rank=self._placement.rank_of[-1],
+            consensus=consensus,
         )
         swap_class(found.module, PipelinedModule)
         attach(found.module, _CheckedOnce(self.pipeline, self))
@@ -231,11 +263,12 @@ class Assembly:
         count = self._timing.count(batch_size or 1)
         wall = max(m.wall for m in measured)  # a rank's own ends when others are still cooling down
         timeline = simulate(self._typical_plan(count, measured[0]))
-        stages = []
+        stages, trained_counts = [], parameter_counts(self._found, trained=True)
         for index, where in enumerate(self._layers_of):
             rank = self._placement.rank_of[index]
             names = self._found.names[where.start], self._found.names[where.stop - 1], len(where)
             parameters = sum(self._counts[layer] for layer in where)
+            trained = sum(trained_counts[layer] for layer in where)
             versions, weight_bytes = measured[rank].weights[index]
             stages.append(
                 StageReport(
@@ -246,6 +279,9 @@ class Assembly:
                     measured[rank].updates[index],
                     versions,
                     weight_bytes,
+                    trained,
+                    measured[rank].backwards_skipped[index],
+                    measured[rank].gradient_bytes_saved[index],
                 )
             )
         return PipelineReport(

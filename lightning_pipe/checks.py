@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -22,6 +23,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_pipe.checkpoint import PipelineCheckpointIO
 from lightning_pipe.loss_scaling import scaler_of
+from lightning_pipe.runtime.mesh import Grid
 from lightning_pipe.schedule import (
     SCHEDULES,
     ScheduleError,
@@ -64,12 +66,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
                 f"PipelineStrategy({name}={arguments[name]!r}): expected one of "
                 f"{', '.join(map(repr, choices))}."
             )
-    for name in ("data_parallel_size", "tensor_parallel_size"):
-        if arguments[name] != 1:
-            raise MisconfigurationException(
-                f"PipelineStrategy({name}={arguments[name]}): a pipeline cannot be combined with "
-                "other parallelism yet. Leave it at 1."
-            )
+    _check_sizes(arguments)
     if arguments["process_group_backend"] not in (None, "gloo"):
         raise MisconfigurationException(
             f"PipelineStrategy(process_group_backend={arguments['process_group_backend']!r}): "
@@ -313,24 +310,63 @@ def check_checkpoint_io(io: CheckpointIO, saves_directories: bool) -> None:
         )
 
 
-def check_world(world_size: int, pipeline_parallel_size: Any) -> int:
-    """The ranks of a pipeline, given the number of processes.
+def _check_sizes(arguments: dict[str, Any]) -> None:
+    """Check the numbers of ranks, as far as they can be without knowing how many there are."""
+    for name in ("pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size"):
+        size = arguments[name]
+        may_adapt = name != "tensor_parallel_size"
+        if not (size == "auto" and may_adapt) and (not isinstance(size, int) or size < 1):
+            raise MisconfigurationException(
+                f"PipelineStrategy({name}={size!r}): expected a number from 1"
+                f"{', or `auto`' if may_adapt else ''}."
+            )
+    if arguments["data_parallel_size"] == arguments["pipeline_parallel_size"] == "auto":
+        raise MisconfigurationException(
+            "PipelineStrategy(data_parallel_size='auto') fills the world with replicas, so it must "
+            "know how long a pipeline is. Set pipeline_parallel_size to a number."
+        )
+
+
+def check_world(
+    world_size: int,
+    pipeline_parallel_size: Any,
+    data_parallel_size: Any = 1,
+    tensor_parallel_size: int = 1,
+    rank: int = 0,
+) -> Grid:
+    """What each rank does, given the number of processes.
+
+    Args:
+        world_size: The number.
+        pipeline_parallel_size: The option.
+        data_parallel_size: The option.
+        tensor_parallel_size: The option.
+        rank: Of this process.
 
     Raises:
         MisconfigurationException: They do not fit.
     """
-    if pipeline_parallel_size == "auto" or pipeline_parallel_size == world_size:
-        return world_size
+    known = [size for size in (pipeline_parallel_size, data_parallel_size) if size != "auto"]
+    ranks = prod(known) * tensor_parallel_size
+    fits = world_size % ranks == 0 if len(known) == 1 else world_size == ranks
+    if fits:
+        rest = world_size // ranks
+        pipeline, data = (
+            rest if size == "auto" else size
+            for size in (pipeline_parallel_size, data_parallel_size)
+        )
+        return Grid(pipeline, data, tensor_parallel_size, rank)
     raise MisconfigurationException(
-        f"PipelineStrategy(pipeline_parallel_size={pipeline_parallel_size}) with {world_size} "
-        "processes: expected as many processes as pipeline ranks (replicas of a pipeline are not "
-        f"supported yet). Use Trainer(devices={pipeline_parallel_size}), or leave it at 'auto'; "
-        "more stages than ranks come from stages_per_rank."
+        f"PipelineStrategy(pipeline_parallel_size={pipeline_parallel_size!r}, data_parallel_size="
+        f"{data_parallel_size!r}, tensor_parallel_size={tensor_parallel_size}) with {world_size} "
+        f"processes: expected {'a multiple of ' if len(known) == 1 else ''}{ranks}, their product. "
+        f"Use Trainer(devices={ranks}) on one node, or leave pipeline_parallel_size at 'auto'. "
+        "More stages than ranks come from stages_per_rank."
     )
 
 
 def check_tied(pairs: Sequence[tuple[str, str]]) -> None:
-    """Refuse parameters that live in several stages.
+    """Refuse parameters that live in several stages, where stages are updated by themselves.
 
     Raises:
         MisconfigurationException: There are some.
@@ -338,8 +374,9 @@ def check_tied(pairs: Sequence[tuple[str, str]]) -> None:
     if pairs:
         named = "; ".join(f"{a!r} is {b!r}" for a, b in pairs)
         raise MisconfigurationException(
-            f"Parameters are shared between stages: {named}. That is not supported yet. Give each "
-            "its own parameter, or choose a partition that puts both into one stage."
+            f"Parameters are shared between stages: {named}. With an asynchronous schedule these "
+            "are updated at different times, and would come apart. Give each its own parameter, "
+            "choose a partition that puts both into one stage, or a synchronous schedule ('1f1b')."
         )
 
 

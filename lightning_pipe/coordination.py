@@ -27,6 +27,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipe import trainer_patches as patches
+from lightning_pipe.runtime.errors import PipelineError
+from lightning_pipe.runtime.handshake import Agreement
 from lightning_pipe.runtime.rounds import Wishes
 from lightning_pipe.runtime.training import TrainingResult
 
@@ -81,7 +83,8 @@ class Coordination:
     def wishes(self) -> Wishes:
         """What this rank wants of the round that begins."""
         asked = self.asked or self.stops  # an evaluation may have ended after they agreed
-        return Wishes(asked, tuple(clock.is_due() for clock in self._clocks), self._pauses)
+        due = tuple(clock.is_due() for clock in self._clocks)
+        return Wishes(asked, due, patches.data_ends(self._trainer), self._pauses)
 
     def conclude(self, result: TrainingResult) -> None:
         """Act on what was agreed on in a round."""
@@ -120,10 +123,24 @@ class Coordination:
     def _decision(self, index: int) -> bool | None:
         return None if self._decisions is None else self._decisions[index]
 
-    def _pauses(self, decisions: tuple[bool, ...]) -> bool:
-        """Take rank 0's decisions, on which it depends whether training pauses after the batch."""
-        self._decisions = decisions
+    def _pauses(self, agreement: Agreement) -> bool:
+        """Take what was agreed on, from which follows whether training pauses after the batch."""
+        self._decisions = agreement.decisions
+        if agreement.last and not patches.data_ends(self._trainer):
+            self._end_epoch()
         return patches.pauses_after_batch(self._trainer)
+
+    def _end_epoch(self) -> None:
+        """The data of another replica ends with this batch."""
+        trainer = self._trainer
+        if (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
+            raise PipelineError(
+                f"The data of another replica ends with batch {trainer.fit_loop.batch_idx}, in the "
+                "middle of an accumulation, in which this replica would go on. Give the data the "
+                "same length on all replicas, or a length that accumulate_grad_batches="
+                f"{trainer.accumulate_grad_batches} divides."
+            )
+        patches.end_epoch(trainer)
 
 
 def _clocks(trainer: Trainer, strategy: Strategy) -> list[_Clock]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 Metrics = Mapping[str, Metric]
+Gather = Callable[..., list[Tensor]]
 
 
 @dataclass
@@ -48,25 +49,34 @@ def find_metrics(module: LightningModule) -> Metrics:
     return {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
 
 
-def keep_local(metrics: Metrics) -> Callable[[], None]:
-    """Let metrics compute without asking other ranks: all ranks of a pipeline hold the same.
+def sync_over_replicas(metrics: Metrics, gather: Gather | None) -> Callable[[], None]:
+    """Let metrics compute over the replicas, not over all ranks: those of a replica hold the same.
+
+    Args:
+        metrics: By qualified name.
+        gather: Gives a tensor of all replicas; ``None``: there is one, and nobody to ask.
 
     Returns:
         Undoes it.
     """
-    before = {name: metric.distributed_available_fn for name, metric in metrics.items()}
+    before = {name: (m.distributed_available_fn, m.dist_sync_fn) for name, m in metrics.items()}
     for metric in metrics.values():
-        metric.distributed_available_fn = _not_distributed
+        metric.distributed_available_fn = _not_distributed if gather is None else _distributed
+        metric.dist_sync_fn = metric.dist_sync_fn if gather is None else gather
 
     def undo() -> None:
         for name, metric in metrics.items():
-            metric.distributed_available_fn = before[name]
+            metric.distributed_available_fn, metric.dist_sync_fn = before[name]
 
     return undo
 
 
 def _not_distributed() -> bool:
     return False
+
+
+def _distributed() -> bool:
+    return True
 
 
 class MetricWatch:
@@ -105,9 +115,18 @@ class MetricWatch:
         if not metric.update_called:
             before.restore(metric)
             return None
-        value = metric.compute() if metric._forward_cache is not None else None
+        value = _local_value(metric) if metric._forward_cache is not None else None
         before.merge_into(metric, value)
         return state_of(metric, lists)
+
+
+def _local_value(metric: Metric) -> Any:
+    """Of this rank's samples: what replicas have is put together at the end of an epoch."""
+    before, metric._to_sync = metric._to_sync, False
+    try:
+        return metric.compute()
+    finally:
+        metric._to_sync = before
 
 
 def state_of(metric: Metric, tails: dict[str, list[Tensor]] | None = None) -> MetricState:

@@ -1,7 +1,7 @@
-"""The processes of one pipeline, as Lightning wants to see them.
+"""The processes of one or more pipelines, as Lightning wants to see them.
 
-Lightning's parallel strategies think of data-parallel replicas. The ranks of one pipeline load the
-same data and log the same values, so for all that concerns data there is a single replica.
+Lightning's parallel strategies think of data-parallel replicas. The ranks of one replica load the
+same data and log the same values, so for all that concerns data only replicas count.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _sync_ddp,
+)
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -18,21 +22,27 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_pipe.process_launcher import ProcessLauncher
+from lightning_pipe.runtime.mesh import Grid
 from lightning_pipe.script_launcher import ScriptLauncher
 
 T = TypeVar("T")
 
 
 class PipelineProcesses(ParallelStrategy):
-    """Launches the ranks, and answers for them."""
+    """Launches the ranks, and answers for them.
+
+    Attributes:
+        grid: Which rank does what.
+    """
 
     _num_nodes = 1
     _start_method: Literal["popen", "fork", "spawn"] = "popen"
+    grid = Grid(1)
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks load different data: no replicas, so no, and samplers stay as they are."""
-        return False
+        """Whether ranks load different data, so that samplers must be told."""
+        return self.grid.data > 1
 
     @property
     def root_device(self) -> torch.device:
@@ -56,8 +66,8 @@ class PipelineProcesses(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a pipeline load the same."""
-        return {"num_replicas": 1, "rank": 0}
+        """All ranks of a replica load the same."""
+        return {"num_replicas": self.grid.data, "rank": self.grid.data_rank}
 
     def set_world_ranks(self) -> None:
         """Tell the environment where this process is."""
@@ -107,8 +117,16 @@ class PipelineProcesses(ParallelStrategy):
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
-        """Reduce over the data-parallel replicas, of which there is one: nothing to do."""
-        return tensor
+        """Reduce over the replicas; with one there is nothing to do.
+
+        Args:
+            tensor: This rank's; equal on all ranks of a replica.
+            group: Of ranks; by default those of all replicas that are at the same place.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"`` or another one that torch knows.
+        """
+        if not isinstance(tensor, Tensor) or self.grid.data == 1:
+            return tensor
+        return _sync_ddp(tensor, group or self._replicas(), reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any) say so."""
@@ -119,5 +137,11 @@ class PipelineProcesses(ParallelStrategy):
         return bool(votes)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the data-parallel replicas, of which there is one: as on one device."""
-        return tensor
+        """Gather from the replicas: a new first dimension; as on one device, if there is one."""
+        if self.grid.data == 1:
+            return tensor
+        return _all_gather_ddp_if_available(tensor, group or self._replicas(), sync_grads)
+
+    def _replicas(self) -> Any:
+        """The process group of the ranks of all replicas that are at the same place."""
+        raise NotImplementedError

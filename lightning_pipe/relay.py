@@ -22,12 +22,13 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_pipe.metric_state import (
+    Gather,
     Metrics,
     MetricState,
     MetricWatch,
     find_metrics,
-    keep_local,
     state_of,
+    sync_over_replicas,
     undone_by,
 )
 from lightning_pipe.runtime.call import StageOutput
@@ -86,6 +87,7 @@ class StepLogs:
         module: The user's.
         pipeline: This rank's.
         context: In which a step runs; values are computed in its default dtype.
+        gather: Gives a tensor of all replicas, if there are several.
     """
 
     def __init__(
@@ -93,17 +95,18 @@ class StepLogs:
         module: LightningModule,
         pipeline: Pipeline,
         context: Callable[[], AbstractContextManager[None]],
+        gather: Gather | None = None,
     ) -> None:
         self._module, self._pipeline, self._context = module, pipeline, context
         self._metrics = find_metrics(module)
-        self._undo_keep_local = keep_local(self._metrics)
+        self._undo_sync = sync_over_replicas(self._metrics, gather)
         self._recorder = _Recorder(self._metrics)
         self._watch: MetricWatch | None = None
         self._undo_evaluation: Callable[[], None] | None = None
 
     def close(self) -> None:
         """Leave the module as it was."""
-        self._undo_keep_local()
+        self._undo_sync()
         self.end_evaluation()
 
     # ------------------------------------------------------------------------------- training

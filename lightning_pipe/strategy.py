@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_pipe import checks
 from lightning_pipe.assembly import Assembly, Settings
 from lightning_pipe.checkpoint import CheckpointError, PipelineCheckpointIO
-from lightning_pipe.clipping import clip_over_pipeline
+from lightning_pipe.clipping import clip_over
 from lightning_pipe.coordination import Coordination
 from lightning_pipe.data import load_alike
 from lightning_pipe.evaluation import PipelineEvaluation
@@ -44,15 +45,19 @@ from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.programs import Timing
 from lightning_pipe.relay import StepLogs
 from lightning_pipe.report import PipelineReport
+from lightning_pipe.runtime.consensus import Consensus
 from lightning_pipe.runtime.distributed_transport import GlooTransport
+from lightning_pipe.runtime.groups import GlooGroups
 from lightning_pipe.runtime.mesh import make_mesh, on_loopback
 from lightning_pipe.runtime.microbatch import find_batch_size
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.saving import PipelineCheckpoints
-from lightning_pipe.trainer_patches import count_throughput_once
+from lightning_pipe.sharing import SharedParameters
+from lightning_pipe.trainer_patches import count_throughput_by_replica
 from lightning_pipe.training import PipelineTraining
 
+T = TypeVar("T")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -98,9 +103,16 @@ class PipelineStrategy(PipelineProcesses):
             torchgpipe, Kim et al. 2020). Batches are normalised by micro-batch either way.
         save_distributed_checkpoint: Whether a checkpoint is a directory, into which each rank
             writes its own part, instead of one ordinary file. For models that no host can hold.
-        pipeline_parallel_size: Number of pipeline ranks; ``"auto"``: all processes.
-        data_parallel_size: Number of pipelines; only 1 so far.
-        tensor_parallel_size: Ranks that share a layer; only 1 so far.
+        pipeline_parallel_size: Ranks in a pipeline; ``"auto"``: as many as there are.
+        data_parallel_size: Replicas of the pipeline, each with a share of the data; gradients are
+            those of all samples. ``"auto"``: as many as there are ranks for.
+        tensor_parallel_size: Ranks that share each layer: in ``configure_model`` the module
+            distributes them over ``self.device_mesh["tensor_parallel"]``, as with Lightning's
+            ``ModelParallelStrategy``.
+        zero_stage: What the replicas of a stage divide among them instead of holding it each (ZeRO,
+            Rajbhandari et al. 2020): 0 nothing, 1 the states of the optimizer, 2 gradients too, 3
+            parameters too. With parameters of half precision each replica also keeps 32-bit copies
+            of those that it updates.
         process_group_backend: ``"gloo"`` (the default), also for GPUs.
         timeout: After which a wait for another rank ends in an error.
         start_method: How the ranks' processes are started: ``"popen"`` runs the script once for
@@ -130,8 +142,9 @@ class PipelineStrategy(PipelineProcesses):
         deferred_batchnorm: bool = False,
         save_distributed_checkpoint: bool = False,
         pipeline_parallel_size: int | Literal["auto"] = "auto",
-        data_parallel_size: int = 1,
+        data_parallel_size: int | Literal["auto"] = 1,
         tensor_parallel_size: int = 1,
+        zero_stage: Literal[0, 1, 2, 3] = 0,
         process_group_backend: str | None = None,
         timeout: timedelta = _DEFAULT_TIMEOUT,
         start_method: Literal["popen", "fork", "spawn"] = "popen",
@@ -161,9 +174,9 @@ class PipelineStrategy(PipelineProcesses):
         )
         self._saves_distributed_checkpoint = save_distributed_checkpoint
         self._start_method = start_method
-        self._pipeline_parallel_size = pipeline_parallel_size
+        self._sizes = pipeline_parallel_size, data_parallel_size, tensor_parallel_size
+        self._zero_stage = zero_stage
         self._timeout = timeout
-        self._num_ranks = 1
         self._awaits_layers = False  # in a run, until `configure_model` is called
         self._mesh: DeviceMesh | None = None  # kept over runs, as the process group is
         self._assembly: Assembly | None = None
@@ -209,14 +222,14 @@ class PipelineStrategy(PipelineProcesses):
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        self._num_ranks = checks.check_world(self.world_size, self._pipeline_parallel_size)
+        self.grid = checks.check_world(self.world_size, *self._sizes, rank=self.global_rank)
         settings, module = self._settings, self.lightning_module
         assert module is not None
         checks.check_schedule(
             settings.schedule,
             settings.num_microbatches,
             settings.stages_per_rank,
-            self._num_ranks,
+            self.grid.pipeline,
             settings.activation_checkpointing,
         )
         self._layer_times = LayerTimes(
@@ -228,10 +241,11 @@ class PipelineStrategy(PipelineProcesses):
         checks.check_checkpoint_io(self.checkpoint_io, self._saves_distributed_checkpoint)
         with on_loopback(self.num_nodes):
             _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
-            self._mesh = self._mesh or make_mesh(torch.device("cpu"), self._num_ranks)
+            self._mesh = self._mesh or make_mesh(torch.device("cpu"), self.grid)
             module._device_mesh = self._mesh
-            pipelines = [list(range(self._num_ranks))]
+            pipelines = self.grid.pipelines()
             self._transport = GlooTransport(pipelines, self.root_device, self._timeout)
+            self._groups = GlooGroups(self.grid, self._timeout)
         self._assembly = None
         self._checkpoints = PipelineCheckpoints(
             module,
@@ -240,7 +254,7 @@ class PipelineStrategy(PipelineProcesses):
             self._saves_distributed_checkpoint,
         )
         self._guard = FailureGuard()
-        self._guard.connect(self.global_rank, self._num_ranks, self._drop_connections)
+        self._guard.connect(self.global_rank, self.world_size, self._drop_connections)
         self._awaits_layers = is_overridden("configure_model", module)
         if not self._awaits_layers:  # before callbacks' `setup`, which copy the module
             self._shard(early=True)
@@ -267,9 +281,8 @@ class PipelineStrategy(PipelineProcesses):
         if early and self._layer_times.needs_data:
             return
         try:
-            assembly = Assembly(
-                module, self._settings, self.global_rank, self._num_ranks, self._layer_times.of
-            )
+            place, ranks = self.grid.pipeline_rank, self.grid.pipeline
+            assembly = Assembly(module, self._settings, place, ranks, self._layer_times.of)
         except MisconfigurationException:
             if early and is_overridden("setup", module):
                 return
@@ -285,20 +298,23 @@ class PipelineStrategy(PipelineProcesses):
         self._shard()
         assembly = self._assembly
         assert assembly is not None
-        assembly.settle()
+        shared = assembly.settle(self._groups)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         seed, states = self._shared_randomness()
-        random_states = RandomStates(seed, device=self.root_device)
+        random_states = RandomStates(seed, self.grid.data_rank, self.root_device)
         random_states.set(states)
-        pipeline = assembly.connect(self._transport, random_states)
+        consensus = Consensus(self._groups.peers, self.grid.tensor)
+        pipeline = assembly.connect(self._transport, random_states, shared.sharing(), consensus)
         context = self.precision_plugin.forward_context
-        self._logs = StepLogs(self.lightning_module, pipeline, context)
+        gather = self._gather_from_replicas if self.is_distributed else None
+        self._logs = StepLogs(self.lightning_module, pipeline, context, gather)
         self._evaluation = PipelineEvaluation(
             pipeline, self._logs, self._settings.evaluation_outputs
         )
         coordination = self._coordination = Coordination(trainer, self)
-        pipeline.stop_outside_training(lambda: coordination.asked, coordination.stop)
+        if not consensus.is_needed:  # replicas end at different times; asked is asked later, too
+            pipeline.stop_outside_training(lambda: coordination.asked, coordination.stop)
         if trainer.state.fn == TrainerFn.FITTING:
             with checks.expecting_one_optimizer():
                 self.setup_optimizers(trainer)
@@ -315,30 +331,52 @@ class PipelineStrategy(PipelineProcesses):
                 coordination,
                 lambda: self.optimizers[0],
             )
+            self._clip_over_ranks(shared)
             if pipeline.continuous:
                 checks.warn_of_clipping(trainer)
             else:
-                self._clip_over_all_stages(assembly)
                 if scaler_of(self.precision_plugin) is not None:
                     self._scaler = SharedScaler(self.precision_plugin, self.root_device)
                     pipeline.scale_losses_by(self._scaler.scale)
-        count_throughput_once(trainer)
-        # Epoch values need no reduction here: all ranks log the same.
-        warnings.filterwarnings("ignore", ".*It is recommended to use `self.log.*sync_dist=True")
+        count_throughput_by_replica(trainer, self.grid.data)
+        if not self.is_distributed:  # then epoch values need no reduction: all ranks log the same
+            advice = ".*It is recommended to use `self.log.*sync_dist=True"
+            warnings.filterwarnings("ignore", advice)
 
     def _shared_randomness(self) -> tuple[int, Any]:
-        """Rank 0's seed and random states, so that all ranks draw the same outside the layers."""
-        states = RandomStates(0, device=self.root_device).get()
-        return self.broadcast((torch.initial_seed(), states))
+        """Rank 0's seed, and random states so that all ranks of a replica draw the same.
 
-    def _clip_over_all_stages(self, assembly: Assembly) -> None:
-        shared = {id(parameter) for parameter in assembly.shared}
-        self.precision_plugin.__dict__["clip_grad_by_norm"] = clip_over_pipeline(
-            self.precision_plugin,
-            self._transport.all_reduce,
-            self._transport.rank,
-            shared,
-            self.root_device,
+        If the run was seeded, replicas begin with the same states, as with DDP.
+        """
+        states = RandomStates(0, device=self.root_device).get()
+        return self.broadcast(torch.initial_seed()), self._broadcast_in_replica(states)
+
+    def _broadcast_in_replica(self, obj: T) -> T:
+        """Give the object of a replica's first rank to all of its ranks. Collective."""
+        firsts: list[Any] = [None] * self.world_size
+        first = self.grid.replicas()[self.grid.data_rank][0]
+        dist.all_gather_object(firsts, obj if first == self.global_rank else None)
+        given: T = firsts[first]
+        return given
+
+    def _gather_from_replicas(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """What torchmetrics puts together: the states of all replicas."""
+        return gather_all_tensors(tensor, group or self._replicas())
+
+    def _replicas(self) -> Any:
+        assert self._mesh is not None
+        return self._mesh["data_parallel"].get_group()
+
+    def _clip_over_ranks(self, shared: SharedParameters) -> None:
+        """Clip by the norm over all stages, or over all parts of one where each has its own."""
+        grid, groups = self.grid, self._groups
+        group = groups.peers if self.pipeline.continuous else groups.world
+
+        def copies(parameter: Tensor) -> int:
+            return shared.holders(parameter) * grid.data * grid.tensor
+
+        self.precision_plugin.__dict__["clip_grad_by_norm"] = clip_over(
+            self.precision_plugin, group, copies, self.root_device
         )
 
     def model_to_device(self) -> None:
@@ -348,7 +386,7 @@ class PipelineStrategy(PipelineProcesses):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let a loader give the same batches on all ranks."""
-        load_alike(dataloader, self.broadcast, replica=0)
+        load_alike(dataloader, self._broadcast_in_replica, self.grid.data_rank)
         return dataloader
 
     def teardown(self) -> None:
@@ -373,6 +411,7 @@ class PipelineStrategy(PipelineProcesses):
                 if intact:
                     self.barrier("all messages have arrived")
                     self._transport.close()
+                    self._groups.close()
         if self._layer_times is not None:  # the calling process of forked ranks has none
             self._layer_times.give_back()
         super().teardown()
@@ -419,6 +458,7 @@ class PipelineStrategy(PipelineProcesses):
             self.pipeline.meet("the end of training before", "train_dataloader", next_batch)
             measured: list[Any] = [None] * self.world_size
             dist.all_gather_object(measured, self.pipeline.measured)
+            measured = [measured[rank] for rank in self.grid.pipelines()[0]]
             self.report = self._assembly.report(measured, self._batch_size)
 
     # ----------------------------------------------------------------------------------- evaluation
@@ -548,6 +588,7 @@ class PipelineStrategy(PipelineProcesses):
         """Let go of all that keeps this rank's connections open."""
         self._close_scaler()
         self._transport.abandon()
+        self._groups.abandon()
         self._mesh = None
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = None

@@ -331,8 +331,8 @@ def tell_parameters_apart() -> Undo:
     return undo
 
 
-def count_throughput_once(trainer: Trainer) -> None:
-    """Let `ThroughputMonitor` count a batch once, not once for each rank.
+def count_throughput_by_replica(trainer: Trainer, replicas: int) -> None:
+    """Let `ThroughputMonitor` count a batch once for each replica, not for each rank.
 
     Reason: it takes every process for a replica with data of its own.
     """
@@ -340,7 +340,20 @@ def count_throughput_once(trainer: Trainer) -> None:
         if isinstance(callback, ThroughputMonitor):
             for throughput in _existing(callback, "_throughputs").values():
                 _existing(throughput, "world_size")
-                throughput.world_size = 1
+                throughput.world_size = replicas
+
+
+def data_ends(trainer: Trainer) -> bool:
+    """Whether the running batch is the last one of its epoch on this rank."""
+    return bool(_existing(trainer.fit_loop.epoch_loop, "_num_ready_batches_reached")())
+
+
+def end_epoch(trainer: Trainer) -> None:
+    """Let the running batch be the last one of its epoch.
+
+    Reason: the data of another replica has come to its end.
+    """
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
 
 
 def _named(name: str, names: Collection[str]) -> bool:

@@ -148,9 +148,8 @@ class _Inspection:
 
     def _ranks(self) -> tuple[int, str]:
         nodes = int(self._plans.trainer.get("num_nodes", 1))
-        size = self._found["options"]._pipeline_parallel_size
-        ranks = checks.check_world(self._plans.devices * nodes, size)
-        return ranks, f"{ranks} processes"
+        grid = checks.check_world(self._plans.devices * nodes, *self._found["options"]._sizes)
+        return grid.pipeline, f"{grid.size} processes, {grid.pipeline} in a pipeline"
 
     def _schedule(self) -> tuple[Timing, str]:
         settings, ranks = self._settings, self._found["ranks"]
@@ -278,8 +277,13 @@ class _Inspection:
         return sizes, f"{', '.join(map(str, sizes))} layers"
 
     def _shared(self) -> tuple[bool, str]:
-        checks.check_tied(shared_between_stages(self._found["layers"], self._found["stages"]))
-        return True, "none between stages"
+        pairs = shared_between_stages(self._found["layers"], self._found["stages"])
+        if self._found["schedule"].continuous:
+            checks.check_tied(pairs)
+        if not pairs:
+            return True, "none between stages"
+        named = "; ".join(f"{a!r} is {b!r}" for a, b in pairs)
+        return True, f"{named}: on several ranks, their gradients are summed"
 
     def _outside(self) -> tuple[bool, str]:
         outside = outside_parameters(self._plans.module, self._found["layers"])

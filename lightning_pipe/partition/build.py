@@ -92,6 +92,30 @@ def shared_between_stages(found: PipelinedLayers, sizes: Sequence[int]) -> list[
     return pairs
 
 
+def tied_parameters(
+    found: PipelinedLayers, sizes: Sequence[int]
+) -> list[tuple[nn.Parameter, list[int]]]:
+    """Return the parameters that several stages have, with these stages, in one order on all ranks.
+
+    Those that live outside of the layers, too, are left out.
+
+    Args:
+        found: the layers, before or after `shard`.
+        sizes: the number of layers of each stage.
+    """
+    outside = {id(parameter) for _, parameter in outside_parameters(found.root, found)}
+    stages: dict[int, tuple[nn.Parameter, list[int]]] = {}
+    for stage, where in enumerate(stage_slices(sizes)):
+        parameters = [p for i in where for p in found.layers[i].parameters()]
+        for parameter in {id(p): p for p in parameters}.values():
+            stages.setdefault(id(parameter), (parameter, []))[1].append(stage)
+    return [
+        (parameter, places)
+        for parameter, places in stages.values()
+        if len(places) > 1 and id(parameter) not in outside
+    ]
+
+
 def _modules_outside(
     root: nn.Module, layers: Sequence[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:

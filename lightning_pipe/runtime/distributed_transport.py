@@ -108,15 +108,6 @@ class GlooTransport:
                 raise PeerLostError(f"sending to rank {route[1]}: {error}") from error
             sent.popleft()
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """See :class:`Transport`."""
-        host = tensor.cpu()
-        try:
-            self._groups[Channel.CONTROL, True].allreduce([host]).wait()
-        except RuntimeError as error:
-            raise PeerLostError(f"reducing over the pipeline: {error}") from error
-        tensor.copy_(host)
-
     def close(self) -> None:
         """Give the connections up. All that was sent must have arrived, on all ranks."""
         for group in set(self._groups.values()):

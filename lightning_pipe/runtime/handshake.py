@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,11 +32,19 @@ class Agreement:
         asked: Whether the sender, or a rank before it, was asked to stop.
         stops: Whether training stops after this round.
         decisions: What only one clock must decide, in an order that all ranks know.
+        last: Whether the data of a replica ends with this batch.
+        count: Into how many micro-batches the batch is cut.
+        samples: Of this replica's batch.
+        share: What they are of the samples of all replicas.
     """
 
     asked: bool = False
     stops: bool = False
     decisions: tuple[bool, ...] = ()
+    last: bool = False
+    count: int = 1
+    samples: int = 1
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,7 @@ def passed_on(mine: Agreement, heard: Announcement | None) -> Agreement:
     """What a rank says: rank 0's decisions, and whether any rank up to itself was asked to stop."""
     if heard is None:
         return mine
-    decided = heard.agreement
-    return Agreement(mine.asked or decided.asked, decided.stops, decided.decisions)
+    return replace(heard.agreement, asked=mine.asked or heard.agreement.asked)
 
 
 class Handshake:

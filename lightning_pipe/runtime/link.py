@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.runtime.handshake import Announcement, Handshake, checksum, compare
+from lightning_pipe.runtime.consensus import Consensus
+from lightning_pipe.runtime.groups import Alone
+from lightning_pipe.runtime.handshake import (
+    Agreement,
+    Announcement,
+    Handshake,
+    checksum,
+    compare,
+    passed_on,
+)
 from lightning_pipe.runtime.mailbox import Key, Mailbox
 from lightning_pipe.runtime.microbatch import leaves_of
 from lightning_pipe.runtime.transport import (
@@ -36,10 +45,18 @@ class Link:
         last: The rank of the last stage.
         parameters: Of the whole model, un-owned ones included: which of them are frozen is part
             of what messages look like.
+        consensus: With other pipelines, if there are any.
     """
 
-    def __init__(self, transport: Transport, last: int, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        last: int,
+        parameters: Sequence[nn.Parameter],
+        consensus: Consensus | None = None,
+    ) -> None:
         self.transport, self.last, self._parameters = transport, last, list(parameters)
+        self._consensus = consensus or Consensus(Alone())
         self.mailbox = Mailbox(transport)
         self._handshake = Handshake(transport, returns=last != transport.size - 1)
 
@@ -47,6 +64,11 @@ class Link:
     def is_last(self) -> bool:
         """Whether this rank has the last stage."""
         return self.transport.rank == self.last
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other pipelines train the same model."""
+        return self._consensus.is_needed
 
     def from_last(self, value: Any) -> Any:
         """Give the value of the last stage's rank to all; others' are ignored. Collective."""
@@ -66,7 +88,25 @@ class Link:
 
     def meet(self, activity: str, loader: str, batch: int) -> None:
         """Raise unless all ranks are at the same place. Collective."""
-        self.agree(Announcement(activity, loader, batch, 0, 0, 0), self.hear())((), {})
+        heard = self.hear()
+        self.settle(activity, loader, batch, Agreement(), heard)
+        self.agree(Announcement(activity, loader, batch, 0, 0, 0), heard)((), {})
+
+    def settle(
+        self, activity: str, loader: str, batch: int, mine: Agreement, heard: Announcement | None
+    ) -> Agreement:
+        """What all ranks of all pipelines agree on for a batch.
+
+        Args:
+            activity: As the user calls it.
+            loader: Names where the batch comes from.
+            batch: Its number.
+            mine: What this rank would do; counts on the first rank.
+            heard: What the previous rank is about to do.
+        """
+        if heard is None:
+            return self._consensus.reach(activity, loader, batch, mine)
+        return passed_on(mine, heard)
 
     def agree(
         self, mine: Announcement, heard: Announcement | None

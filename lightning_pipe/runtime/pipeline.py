@@ -8,13 +8,14 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from lightning_pipe.runtime.consensus import Consensus
 from lightning_pipe.runtime.evaluation import Evaluation
 from lightning_pipe.runtime.executor import Measurements, Program
 from lightning_pipe.runtime.link import Link
 from lightning_pipe.runtime.microbatch import split_batch
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.recording import Recorder
-from lightning_pipe.runtime.rounds import TrainingPrograms, TrainingRounds, Wishes
+from lightning_pipe.runtime.rounds import Sharing, TrainingPrograms, TrainingRounds, Wishes
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.steps import MicroBatches, Scale, Step
 from lightning_pipe.runtime.training import ApplyUpdate, BatchResult, TrainingResult
@@ -41,7 +42,7 @@ class Pipeline:
         programs: What this rank runs.
         transport: Connects the ranks.
         random_states: Seed the streams of step and layers.
-        shared: Parameters outside the layers; on every rank, equal.
+        sharing: What this rank has that others have, too.
         all_parameters: Of the whole model, un-owned ones included: which of them are frozen is
             part of what messages look like.
         split: Cuts a batch.
@@ -53,6 +54,7 @@ class Pipeline:
         compares_versions: Whether an asynchronous schedule sends with each activation the version
             of the weights that it was computed with, to be compared with the plan.
         last_rank: The rank of the last stage; by default the last one.
+        consensus: With other pipelines, if there are any.
 
     Attributes:
         before_call: Called before a pipelined call outside of training while micro-batches of
@@ -69,7 +71,7 @@ class Pipeline:
         programs: Programs,
         transport: Transport,
         random_states: RandomStates,
-        shared: Sequence[nn.Parameter] = (),
+        sharing: Sharing | None = None,
         all_parameters: Sequence[nn.Parameter] = (),
         split: Split = split_batch,
         num_evaluated: Callable[[Any], int] | None = None,
@@ -77,18 +79,19 @@ class Pipeline:
         evaluation_outputs: Literal["all", "last"] = "all",
         compares_versions: bool = False,
         last_rank: int | None = None,
+        consensus: Consensus | None = None,
     ) -> None:
         self.stages = dict(stages)
         self._num_microbatches, self._split = num_microbatches, split
         last = transport.size - 1 if last_rank is None else last_rank
-        self._link = Link(transport, last, all_parameters)
+        self._link = Link(transport, last, all_parameters, consensus)
         self._training = TrainingRounds(
             self._link,
             self.stages,
             num_stages,
             programs,
             random_states,
-            shared,
+            sharing or Sharing(),
             shared_buffers,
             compares_versions,
         )
@@ -164,8 +167,14 @@ class Pipeline:
         Raises:
             PipelineError: The ranks disagree, or one is gone.
         """
-        cut = MicroBatches(batch_number, *self._split(batch, self._num_microbatches(batch)))
-        return self._training.train(step, cut, batch, loader, attach, wishes or Wishes())
+
+        def cut(count: int) -> MicroBatches:
+            return MicroBatches(batch_number, *self._split(batch, count))
+
+        count = self._num_microbatches(batch)
+        return self._training.train(
+            step, cut, batch, batch_number, count, loader, attach, wishes or Wishes()
+        )
 
     def drain(self) -> list[BatchResult]:
         """Empty the pipeline, if it is not empty. Collective; all updates are made here.

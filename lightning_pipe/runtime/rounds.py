@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 from lightning_pipe.runtime.endings import Ending, Endings
 from lightning_pipe.runtime.executor import Executor, Measurements, Program
-from lightning_pipe.runtime.handshake import Agreement, Announcement, checksum, passed_on
+from lightning_pipe.runtime.groups import Alone, Group
+from lightning_pipe.runtime.handshake import Agreement, Announcement, checksum
 from lightning_pipe.runtime.link import Link, stable_hash
-from lightning_pipe.runtime.microbatch import leaves_of
+from lightning_pipe.runtime.microbatch import find_batch_size, leaves_of
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.recording import AwaitBatch, AwaitEnding, Recorder
+from lightning_pipe.runtime.reduction import Reduction
 from lightning_pipe.runtime.stage import Stage
-from lightning_pipe.runtime.steps import BatchSteps, MicroBatches, Scale, Step
+from lightning_pipe.runtime.steps import BatchSteps, Losses, MicroBatches, Scale, Step
 from lightning_pipe.runtime.training import (
     ApplyUpdate,
     AsynchronousWork,
@@ -76,13 +78,30 @@ class Wishes:
     Attributes:
         asked: Whether this rank was asked to stop training.
         decisions: Counts on rank 0: what only one clock must decide.
-        ends: Whether training pauses after this batch, for validation or for good, given rank 0's
-            decisions. All ranks must say the same.
+        last: Whether this rank's data ends with this batch.
+        ends: Whether training pauses after this batch, for validation or for good, given what the
+            ranks agree on. All ranks must say the same.
     """
 
     asked: bool = False
     decisions: tuple[bool, ...] = ()
-    ends: Callable[[tuple[bool, ...]], bool] = lambda decisions: True
+    last: bool = False
+    ends: Callable[[Agreement], bool] = lambda agreement: True
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What this rank has that other ranks have too.
+
+    Attributes:
+        outside: Parameters outside the layers; on every rank, equal.
+        reductions: All parameters whose gradients are summed over several ranks.
+        replicas: The ranks that hold this rank's stages.
+    """
+
+    outside: Sequence[nn.Parameter] = ()
+    reductions: Sequence[Reduction] = ()
+    replicas: Group = field(default_factory=Alone)
 
 
 @dataclass
@@ -113,7 +132,7 @@ class TrainingRounds:
         num_stages: Of the whole model.
         programs: What to run.
         random_states: Seed the streams of step and layers.
-        shared: Parameters outside the layers; on every rank, equal.
+        sharing: What other ranks have, too.
         shared_buffers: Buffers outside the layers; all ranks get the last rank's.
         compares_versions: See :class:`Executor`.
 
@@ -131,23 +150,26 @@ class TrainingRounds:
         num_stages: int,
         programs: TrainingPrograms,
         random_states: RandomStates,
-        shared: Sequence[nn.Parameter],
+        sharing: Sharing,
         shared_buffers: Sequence[Tensor],
         compares_versions: bool,
     ) -> None:
         self._link, self._stages, self._num_stages = link, stages, num_stages
         self._programs, self._random = programs, random_states
-        self._shared, self._buffers = list(shared), list(shared_buffers)
+        self._sharing, self._buffers = sharing, list(shared_buffers)
         self._executor = Executor(
             link.mailbox, num_stages, link.transport.rank, compares_versions and programs.continuous
         )
+        self._executor.offload = next(iter(stages.values())).offload  # one for all of them
         self._endings = Endings(link.transport, link.last)
         self._work: SynchronousWork | AsynchronousWork
         if programs.continuous:
             (stage,) = stages.values()
-            self._work = AsynchronousWork(stage, programs.per_microbatch, self._apply)
+            self._work = AsynchronousWork(
+                stage, programs.per_microbatch, self._apply, sharing.replicas
+            )
         else:
-            self._work = SynchronousWork(stages, shared, link.transport)
+            self._work = SynchronousWork(stages, sharing.outside, sharing.reductions)
         self._fill = _Fill()
         self._parameters: list[nn.Parameter] = []  # of this rank, as the fill finds them
         self.running = False
@@ -186,8 +208,10 @@ class TrainingRounds:
     def train(
         self,
         step: Step,
-        batch: MicroBatches,
+        cut: Callable[[int], MicroBatches],
         whole: Any,
+        number: int,
+        count: int,
         loader: str,
         attach: Callable[[], Any],
         wishes: Wishes,
@@ -196,18 +220,22 @@ class TrainingRounds:
 
         Args:
             step: The user's.
-            batch: Cut.
-            whole: The same batch, uncut.
+            cut: Cuts the batch into so many micro-batches.
+            whole: The batch.
+            number: Of the batch over the whole run.
+            count: Of micro-batches, as far as this rank knows.
             loader: Where it comes from, for errors.
             attach: Called on the last rank at the end; what it returns reaches all ranks.
             wishes: Of this rank.
         """
-        signatures = self._link.signatures("training", batch.pieces)
         heard = self._hear()
-        asked = wishes.asked or self._link.asked
-        mine = Agreement(asked, asked or self._asked, wishes.decisions)
-        agreement = passed_on(mine, heard)
-        ends = wishes.ends(agreement.decisions)
+        asked, samples = wishes.asked or self._link.asked, find_batch_size(whole) or 1
+        stops = asked or self._asked
+        mine = Agreement(asked, stops, wishes.decisions, wishes.last, count, samples)
+        agreement = self._link.settle("training", loader, number, mine, heard)
+        ends = wishes.ends(agreement)
+        batch = cut(agreement.count)
+        signatures = self._link.signatures("training", batch.pieces)
         announcement = Announcement(
             "training",
             loader,
@@ -223,7 +251,7 @@ class TrainingRounds:
             batch,
             self._stages,
             self._random,
-            self._work.new_losses(),
+            replace(self._work.new_losses(), replica_share=agreement.share),
             self._link.agree(announcement, heard),
         )
         fill, count = self._fill, len(batch.pieces)
@@ -249,7 +277,9 @@ class TrainingRounds:
         finished = self._finish(drains)
         weight = finished[-1].weight if finished and not self._programs.continuous else 1.0
         work: TrainingWork = self._work
-        stops = agreement.stops or (drains and self._asked)  # then all ranks know of it already
+        # The ranks of a pipeline know when it is empty; other pipelines do not.
+        told = drains and self._asked and not self._link.has_peers
+        stops = agreement.stops or told
         return TrainingResult(
             finished, agreement.decisions, stops, work.due, work.gradients, weight
         )
@@ -307,17 +337,33 @@ class TrainingRounds:
         self, steps: BatchSteps, attach: Callable[[], Any], agreement: Agreement
     ) -> None:
         losses = steps.losses
-        own = losses.own_weights == {True}
+        own, weight = self._own_weight(losses)
         ending = Ending(
             steps.batch.number,
             losses.mean.cpu(),
-            losses.weight if own else 1.0,
+            weight,
             own,
             [buffer.cpu() for buffer in self._buffers],
             attach(),
             agreement.asked,
         )
         self._endings.say(ending)
+
+    def _own_weight(self, losses: Losses) -> tuple[bool, float]:
+        """Whether steps gave weights of their own, and the sum of these over all replicas."""
+        own = losses.own_weights == {True}
+        if self._programs.continuous:
+            return own, 1.0
+        replicas = self._sharing.replicas
+        given = torch.tensor([float(own), losses.weight], dtype=torch.float64)
+        replicas.sum(given).wait()
+        how_many, weight = given.tolist()
+        if how_many not in (0, replicas.size):
+            raise MisconfigurationException(
+                "training_step returned a weight on some replicas and none on others. Return "
+                "{'loss': ..., 'weight': ...} always, or never."
+            )
+        return own, weight if own else 1.0
 
     def _finish(self, drained: bool) -> list[BatchResult]:
         """Take the last rank's word on what has come to an end."""
@@ -346,7 +392,7 @@ class TrainingRounds:
 
     def _own_parameters(self) -> list[nn.Parameter]:
         layers = (layer for stage in self._stages.values() for layer in stage.layers)
-        return [*(p for layer in layers for p in layer.parameters()), *self._shared]
+        return [*(p for layer in layers for p in layer.parameters()), *self._sharing.outside]
 
 
 @contextmanager

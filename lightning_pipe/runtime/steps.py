@@ -58,6 +58,7 @@ class Losses:
             weighted by its share in the batch.
         takes_weights: Whether the step may return weights of its own.
         scale: Scales what is differentiated (fp16), not what is reported.
+        replica_share: What this replica's samples are of those of all; gradients are summed.
         total: Sum of ``loss * weight``.
         weight: Sum of the weights; 1 unless the step returns weights of its own.
     """
@@ -65,6 +66,7 @@ class Losses:
     separate: bool = False
     takes_weights: bool = True
     scale: Scale = unscaled
+    replica_share: float = 1.0
     total: Tensor | float = 0.0
     weight: float = 0.0
     own_weights: set[bool] = field(default_factory=set)
@@ -93,13 +95,15 @@ class Losses:
                 "micro-batch is updated from before the weights of the others are known. Return "
                 "the loss alone, or choose a synchronous schedule."
             )
+        replica = self.replica_share if weight is None else 1.0
         weight = share if weight is None else weight
         if not weight:  # a mean over nothing is not a number, and counts for nothing
             loss = sum(leaf.sum() * 0.0 for leaf in flatten(output) if _has_gradient(leaf))
         weighted = loss * weight
         self.total = self.total + torch.as_tensor(weighted).detach()
         self.weight += weight
-        return self.scale(loss if self.separate else weighted)
+        due = loss if self.separate else weighted
+        return self.scale(due if replica == 1.0 else due * replica)
 
     @property
     def mean(self) -> Tensor:

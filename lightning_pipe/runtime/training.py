@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from lightning_pipe.runtime.groups import Group
+from lightning_pipe.runtime.reduction import GradientSum, Reduction, StageReductions
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.steps import BatchSteps, Losses, Scale, unscaled
-from lightning_pipe.runtime.transport import Transport
 from lightning_pipe.runtime.weights import Gradients, WeightStore, count_bytes
 from lightning_pipe.schedule.instructions import AnyBackward, Forward, Reduce, Update
 
@@ -118,7 +118,7 @@ class SynchronousWork:
     Args:
         stages: This rank's.
         shared: Parameters outside the layers, which live on every rank.
-        transport: Sums the gradients of ``shared``.
+        reductions: What other ranks hold, too.
 
     Attributes:
         scale_loss: Scales each loss before its backward.
@@ -127,9 +127,12 @@ class SynchronousWork:
     scale_loss: Scale = staticmethod(unscaled)
 
     def __init__(
-        self, stages: Mapping[int, Stage], shared: Sequence[nn.Parameter], transport: Transport
+        self,
+        stages: Mapping[int, Stage],
+        shared: Sequence[nn.Parameter],
+        reductions: Sequence[Reduction],
     ) -> None:
-        self._stages, self._shared, self._transport = stages, list(shared), transport
+        self._stages, self._shared, self._reductions = stages, list(shared), reductions
         self._steps: BatchSteps | None = None
         self.updates: Counter[int] = Counter()
 
@@ -143,7 +146,8 @@ class SynchronousWork:
         self._steps = steps
         self.due: int | None = steps.batch.number
         self.gradients: Gradients = []
-        self._to_reduce, self._to_take = set(self._stages), list(self._shared)
+        self._sums = StageReductions(self._reductions)
+        self._to_take = list(self._shared)
 
     def forward(self, step: Forward, activation: Any) -> Any:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
@@ -155,13 +159,12 @@ class SynchronousWork:
         run()
 
     def reduce(self, step: Reduce) -> None:
-        """Sum the gradients of the parameters outside the layers, after this rank's last stage."""
-        self._to_reduce.discard(step.stage)
-        if self._shared and not self._to_reduce:
-            _sum_gradients(self._shared, self._transport)
+        """Start to sum the gradients of what other ranks hold, too."""
+        self._sums.end_stage(step.stage)
 
     def update(self, step: Update) -> None:
         """Take a stage's gradients away from its parameters; Lightning's backward brings them."""
+        self._sums.finish()  # updates come last, so all stages of this rank are at their ends
         self._take(p for layer in self._stages[step.stage].layers for p in layer.parameters())
         self._take(self._to_take)
         self._to_take = []
@@ -192,14 +195,19 @@ class AsynchronousWork:
         stage: This rank's.
         per_microbatch: Whether every micro-batch makes an update (PipeDream), or every batch (2BW).
         apply_update: Makes the updates that are not left to the caller.
+        replicas: The ranks that hold this stage, too.
     """
 
-    def __init__(self, stage: Stage, per_microbatch: bool, apply_update: ApplyUpdate) -> None:
+    def __init__(
+        self, stage: Stage, per_microbatch: bool, apply_update: ApplyUpdate, replicas: Group
+    ) -> None:
         self._stage, self._per_microbatch, self._apply = stage, per_microbatch, apply_update
+        self._replicas = replicas
         self._store = WeightStore(stage.layers)
         self._update_of: dict[int, int] = {}  # micro-batches in flight
         self._batch_of: dict[int, int] = {}  # updates to come
         self._gathered: dict[int, list[Tensor | None]] = {}  # gradients, by update
+        self._sums: dict[int, GradientSum] = {}  # of these over the replicas, by update
         self._batches = 0  # of the fill
         self.updates: Counter[int] = Counter()
 
@@ -239,11 +247,16 @@ class AsynchronousWork:
             self._gathered[update] = [_sum(a, b) for a, b in zip(so_far, gradients, strict=True)]
 
     def reduce(self, step: Reduce) -> None:
-        """No parameter lives on several ranks."""
+        """Start to sum the gradients over the replicas."""
+        if self._replicas.size > 1:
+            gradients = self._gathered.pop(step.update)
+            self._sums[step.update] = GradientSum(self._store.parameters, gradients, self._replicas)
 
     def update(self, step: Update) -> None:
         """Update now, or leave the last update of the round to the caller."""
-        gradients = self._store.with_parameters(self._gathered.pop(step.update))
+        sums = self._sums.pop(step.update, None)
+        summed = self._gathered.pop(step.update) if sums is None else sums.wait()
+        gradients = self._store.with_parameters(summed)
         batch = self._batch_of.pop(step.update)
         self._store.advance(step.keeps, in_flight=bool(self._update_of))
         self.updates[step.stage] += 1
@@ -267,15 +280,3 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return first.add_(second)
-
-
-def _sum_gradients(parameters: Sequence[nn.Parameter], transport: Transport) -> None:
-    """Sum gradients over all ranks; a parameter that no rank has one for keeps none."""
-    parameters = [p for p in parameters if p.requires_grad]
-    present = torch.tensor([float(p.grad is not None) for p in parameters])
-    transport.all_reduce(present)
-    for parameter, somewhere in zip(parameters, present.tolist(), strict=True):
-        if somewhere:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            transport.all_reduce(parameter.grad)

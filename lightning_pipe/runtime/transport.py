@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.runtime.errors import PeerLostError
+from lightning_pipe.runtime.groups import LocalGroups, Meeting
 
 _FRAME_BYTES = 4096  # an object up to this size is one message
 
@@ -84,10 +85,6 @@ class Transport(Protocol):
         Args:
             control_rounds: For so many rounds more, control messages and results may be under way.
         """
-        ...
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a tensor over all ranks, in place."""
         ...
 
 
@@ -165,6 +162,7 @@ class LocalTransport:
 
     def __init__(self, rank: int, hub: LocalHub) -> None:
         self.rank, self.size, self._hub = rank, hub.size, hub
+        self.groups = hub.groups(rank)
 
     def send(self, channel: Channel, peer: int, tensor: Tensor) -> None:
         """See :class:`Transport`."""
@@ -181,18 +179,6 @@ class LocalTransport:
 
     def settle(self, control_rounds: int = 0) -> None:
         """See :class:`Transport`; nothing is ever under way."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """See :class:`Transport`."""
-        hub = self._hub
-        hub.shared[self.rank] = tensor.clone()
-        try:
-            hub.barrier.wait(hub.timeout)
-            total = torch.stack(hub.shared).sum(0)  # type: ignore[arg-type]
-            hub.barrier.wait(hub.timeout)
-        except threading.BrokenBarrierError as error:
-            raise PeerLostError(f"rank {self.rank}: another rank did not reduce") from error
-        tensor.copy_(total)
 
 
 class LocalHub:
@@ -212,14 +198,27 @@ class LocalHub:
             for a in ranks
             for b in ranks
         }
-        self.shared: list[Tensor | None] = [None] * size
-        self.barrier = threading.Barrier(size)
+        self._meetings: dict[tuple[int, ...], Meeting] = {}
+        self._lock = threading.Lock()
         self.failed = threading.Event()
+
+    def groups(self, rank: int) -> LocalGroups:
+        """The groups of a rank."""
+        return LocalGroups(rank, self.size, self._meeting)
 
     def abort(self) -> None:
         """Let every wait end in an error: a rank has failed."""
-        self.failed.set()
-        self.barrier.abort()
+        with self._lock:
+            self.failed.set()
+            for meeting in self._meetings.values():
+                meeting.barrier.abort()
+
+    def _meeting(self, ranks: tuple[int, ...]) -> Meeting:
+        with self._lock:
+            meeting = self._meetings.setdefault(ranks, Meeting(len(ranks), self.timeout))
+            if self.failed.is_set():
+                meeting.barrier.abort()
+            return meeting
 
 
 class _PendingLocal:

@@ -69,7 +69,8 @@ class Rank:
     def __init__(self, model: L.LightningModule, layout: Layout, transport: LocalTransport) -> None:
         self.index, self.model = transport.rank, model
         assembly = Assembly(self.model, layout.settings, transport.rank, layout.num_ranks)
-        self.pipeline: Pipeline = assembly.connect(transport, RandomStates(0))
+        sharing = assembly.shares(transport.groups).sharing()
+        self.pipeline: Pipeline = assembly.connect(transport, RandomStates(0), sharing)
         own = {id(layer) for stage in self.pipeline.stages.values() for layer in stage.layers}
         found = find_layers(self.model)
         shard(found, [i for i, layer in enumerate(found.layers) if id(layer) in own])

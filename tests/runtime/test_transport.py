@@ -74,12 +74,12 @@ def test_objects_of_any_size_arrive(size):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_all_reduce_sums_again_and_again(size):
+def test_a_group_sums_again_and_again(size):
     def work(transport):
         results = []
         for factor in (1.0, 10.0):
             tensor = torch.full((2,), factor * (transport.rank + 1))
-            transport.all_reduce(tensor)
+            transport.groups.world.sum(tensor).wait()
             results.append(tensor.tolist())
         return results
 
@@ -93,19 +93,19 @@ def test_a_receive_that_nothing_is_sent_for_ends():
         receiver.receive(Channel.GRADIENT, 0, (2,), torch.float32).wait()
 
 
-def test_an_all_reduce_in_which_a_rank_is_missing_ends():
+def test_a_sum_in_which_a_rank_is_missing_ends():
     (alone, _), _ = ends(timeout=0.3)
-    with pytest.raises(PeerLostError, match="did not reduce"):
-        alone.all_reduce(torch.ones(1))
+    with pytest.raises(PeerLostError, match="did not come"):
+        alone.groups.world.sum(torch.ones(1)).wait()
 
 
 @pytest.mark.parametrize(
     "wait",
     [
         lambda end: end.receive(Channel.GRADIENT, 0, (2,), torch.float32).wait(),
-        lambda end: end.all_reduce(torch.ones(1)),
+        lambda end: end.groups.world.sum(torch.ones(1)).wait(),
     ],
-    ids=["receive", "all_reduce"],
+    ids=["receive", "sum"],
 )
 def test_waits_end_when_a_rank_has_failed(wait):
     (_, waiting), hub = ends(timeout=60.0)
