@@ -17,6 +17,7 @@ from lightning_pipe.partition import PipelinedLayers, stage_slices, tied_paramet
 from lightning_pipe.runtime.groups import Group
 from lightning_pipe.runtime.reduction import Reduction, local_part
 from lightning_pipe.runtime.rounds import Sharing
+from lightning_pipe.runtime.training import Shards
 from lightning_pipe.schedule import Placement
 
 
@@ -40,6 +41,11 @@ class SharedParameters:
         rank: Of the pipeline.
         outside: Parameters outside the layers.
         groups: Make groups of ranks.
+
+    Attributes:
+        replicas: The ranks that hold this rank's stages.
+        layers: Of each stage of this rank.
+        of_stage: Parameters that only replicas of that stage hold.
     """
 
     def __init__(
@@ -53,8 +59,8 @@ class SharedParameters:
     ) -> None:
         self._outside, self._tensor_group = list(outside), groups.tensor
         own, layers_of = placement.stages_of(rank), stage_slices(sizes)
-        self._replicas = [groups.over([place]) for place in range(placement.num_ranks)][rank]
-        everywhere = groups.over(range(placement.num_ranks)) if outside else self._replicas
+        self.replicas = [groups.over([place]) for place in range(placement.num_ranks)][rank]
+        everywhere = groups.over(range(placement.num_ranks)) if outside else self.replicas
         self._reductions = [Reduction(self._outside, everywhere, frozenset(own))]
         self._holders: dict[int, int] = {id(p): placement.num_ranks for p in outside}
         for parameter, stages in tied_parameters(found, sizes):
@@ -64,18 +70,33 @@ class SharedParameters:
             if rank in ranks:
                 here = frozenset(stages) & frozenset(own)
                 self._reductions.append(Reduction([parameter], group, here))
+        self.layers = {s: [found.layers[layer] for layer in layers_of[s]] for s in own}
+        self.of_stage: dict[int, list[nn.Parameter]] = {}
         apart = set(self._holders)
-        for stage in own:
-            layers = [found.layers[layer] for layer in layers_of[stage]]
+        for stage, layers in self.layers.items():
             parameters = [p for p in _parameters(layers) if id(p) not in apart]
             apart.update(map(id, parameters))
-            self._reductions.append(Reduction(parameters, self._replicas, frozenset([stage])))
-        self._own_layers = [found.layers[i] for stage in own for i in layers_of[stage]]
+            self.of_stage[stage] = parameters
 
-    def sharing(self) -> Sharing:
-        """What the runtime needs to know."""
-        several = [r for r in self._reductions if r.group.size > 1 and r.parameters]
-        return Sharing(self._outside, several, self._replicas)
+    @property
+    def apart(self) -> list[nn.Parameter]:
+        """This rank's parameters that other stages, or all ranks, have as well."""
+        return [parameter for reduction in self._reductions for parameter in reduction.parameters]
+
+    def sharing(self, shards: Shards | None = None) -> Sharing:
+        """What the runtime needs to know.
+
+        Args:
+            shards: Bring the gradients of the stages together, if anything but sums does.
+        """
+        reductions = self._reductions if shards is not None else self._all_reductions()
+        several = [r for r in reductions if r.group.size > 1 and r.parameters]
+        return Sharing(self._outside, several, self.replicas, shards)
+
+    def _all_reductions(self) -> list[Reduction]:
+        stages = self.of_stage.items()
+        own = [Reduction(parameters, self.replicas, frozenset([s])) for s, parameters in stages]
+        return [*self._reductions, *own]
 
     def holders(self, parameter: Tensor) -> int:
         """How many ranks of a pipeline hold a parameter."""
@@ -87,13 +108,18 @@ class SharedParameters:
         Ranks that share a layer hold all that is no DTensor alike, too.
         """
         done: set[int] = set()
-        for reduction in self._reductions:
+        for reduction in self._all_reductions():
             for parameter in reduction.parameters:
                 if id(parameter) not in done:
                     done.add(id(parameter))
                     self._give_to_all(parameter, reduction.group)
-        for buffer in (buffer for layer in self._own_layers for buffer in layer.buffers()):
-            self._give_to_all(buffer, self._replicas)
+        for buffer in (
+            buffer
+            for layers in self.layers.values()
+            for layer in layers
+            for buffer in layer.buffers()
+        ):
+            self._give_to_all(buffer, self.replicas)
 
     def _give_to_all(self, tensor: Tensor, group: Group) -> None:
         values = local_part(tensor).data

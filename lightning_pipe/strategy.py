@@ -56,6 +56,7 @@ from lightning_pipe.saving import PipelineCheckpoints
 from lightning_pipe.sharing import SharedParameters
 from lightning_pipe.trainer_patches import count_throughput_by_replica
 from lightning_pipe.training import PipelineTraining
+from lightning_pipe.zero import Division
 
 T = TypeVar("T")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -113,6 +114,9 @@ class PipelineStrategy(PipelineProcesses):
             Rajbhandari et al. 2020): 0 nothing, 1 the states of the optimizer, 2 gradients too, 3
             parameters too. With parameters of half precision each replica also keeps 32-bit copies
             of those that it updates.
+        reshard_after_forward: For ``zero_stage=3``: whether a layer's parameters are gathered for
+            each micro-batch and freed after it, and gradients divided after each; by default both
+            happen once for each batch.
         process_group_backend: ``"gloo"`` (the default), also for GPUs.
         timeout: After which a wait for another rank ends in an error.
         start_method: How the ranks' processes are started: ``"popen"`` runs the script once for
@@ -145,6 +149,7 @@ class PipelineStrategy(PipelineProcesses):
         data_parallel_size: int | Literal["auto"] = 1,
         tensor_parallel_size: int = 1,
         zero_stage: Literal[0, 1, 2, 3] = 0,
+        reshard_after_forward: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = _DEFAULT_TIMEOUT,
         start_method: Literal["popen", "fork", "spawn"] = "popen",
@@ -175,7 +180,8 @@ class PipelineStrategy(PipelineProcesses):
         self._saves_distributed_checkpoint = save_distributed_checkpoint
         self._start_method = start_method
         self._sizes = pipeline_parallel_size, data_parallel_size, tensor_parallel_size
-        self._zero_stage = zero_stage
+        self._zero_stage, self._reshards = zero_stage, reshard_after_forward
+        self._division: Division | None = None  # from setup to teardown
         self._timeout = timeout
         self._awaits_layers = False  # in a run, until `configure_model` is called
         self._mesh: DeviceMesh | None = None  # kept over runs, as the process group is
@@ -301,11 +307,15 @@ class PipelineStrategy(PipelineProcesses):
         shared = assembly.settle(self._groups)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
+        assert self._mesh is not None
+        replicas = self._mesh["data_parallel"]
+        division = Division(self._zero_stage, shared, replicas, self._reshards)
+        self._division = division
         seed, states = self._shared_randomness()
         random_states = RandomStates(seed, self.grid.data_rank, self.root_device)
         random_states.set(states)
         consensus = Consensus(self._groups.peers, self.grid.tensor)
-        pipeline = assembly.connect(self._transport, random_states, shared.sharing(), consensus)
+        pipeline = assembly.connect(self._transport, random_states, shared.sharing(division.shards), consensus)
         context = self.precision_plugin.forward_context
         gather = self._gather_from_replicas if self.is_distributed else None
         self._logs = StepLogs(self.lightning_module, pipeline, context, gather)
@@ -323,6 +333,7 @@ class PipelineStrategy(PipelineProcesses):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+            division.divide(self.optimizers[0])
             self._training = PipelineTraining(
                 self.lightning_module,
                 pipeline,
@@ -331,7 +342,7 @@ class PipelineStrategy(PipelineProcesses):
                 coordination,
                 lambda: self.optimizers[0],
             )
-            self._clip_over_ranks(shared)
+            self._clip_over_ranks(shared, division)
             if pipeline.continuous:
                 checks.warn_of_clipping(trainer)
             else:
@@ -367,13 +378,13 @@ class PipelineStrategy(PipelineProcesses):
         assert self._mesh is not None
         return self._mesh["data_parallel"].get_group()
 
-    def _clip_over_ranks(self, shared: SharedParameters) -> None:
+    def _clip_over_ranks(self, shared: SharedParameters, division: Division) -> None:
         """Clip by the norm over all stages, or over all parts of one where each has its own."""
         grid, groups = self.grid, self._groups
         group = groups.peers if self.pipeline.continuous else groups.world
 
         def copies(parameter: Tensor) -> int:
-            return shared.holders(parameter) * grid.data * grid.tensor
+            return shared.holders(parameter) * division.copies(parameter) * grid.tensor
 
         self.precision_plugin.__dict__["clip_grad_by_norm"] = clip_over(
             self.precision_plugin, group, copies, self.root_device
@@ -407,6 +418,7 @@ class PipelineStrategy(PipelineProcesses):
             with self._guard.watching():
                 if intact:
                     self.pipeline.meet("the end, after", "its dataloaders", 0)
+                    self._close_division()
                 self._assembly.disconnect(collect=intact)
                 if intact:
                     self.barrier("all messages have arrived")
@@ -519,7 +531,7 @@ class PipelineStrategy(PipelineProcesses):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what this rank owns."""
         self._shard()
-        super().load_model_state_dict(checkpoint, strict)
+        super().load_model_state_dict(self._checkpoints.weights_of(checkpoint), strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what belongs to this rank's parameters."""
@@ -578,6 +590,11 @@ class PipelineStrategy(PipelineProcesses):
         together = self._coordination is not None and self._coordination.stops
         if not (together and isinstance(error, SIGTERMException)):
             self._guard.fail(error)
+
+    def _close_division(self) -> None:
+        if self._division is not None:
+            self._division.close()
+            self._division = None
 
     def _close_scaler(self) -> None:
         if self._scaler is not None:

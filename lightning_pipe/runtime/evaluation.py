@@ -8,8 +8,11 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_pipe.runtime.call import StageOutput
+from lightning_pipe.runtime.distributed_tensors import whole
 from lightning_pipe.runtime.executor import Executor, Program
 from lightning_pipe.runtime.handshake import Agreement, Announcement, checksum, passed_on
 from lightning_pipe.runtime.link import Link, stable_hash
@@ -128,11 +131,11 @@ class Evaluation:
                 "The step called the pipelined module twice, but with evaluation_outputs='last' "
                 "the other ranks leave it at the first call. Use evaluation_outputs='all'."
             )
-        whole = (args, kwargs)
-        pieces, sizes = split_batch(whole, self._num_microbatches(whole))
+        arguments = (args, kwargs)
+        pieces, sizes = split_batch(arguments, self._num_microbatches(arguments))
         signatures = self._link.signatures("evaluation", pieces)
         activity, loader, number = self._step_of or ("a call outside the steps", "it", self._calls)
-        data = checksum(leaves_of(whole))
+        data = checksum(leaves_of(arguments))
         heard = self._link.hear()
         asked = self.asked() or self._link.asked
         agreement = passed_on(Agreement(asked, stops=asked), heard)
@@ -156,6 +159,7 @@ class Evaluation:
         """The output of the whole batch, on all ranks or on the last one."""
         link = self._link
         output = join_outputs(outputs, sizes) if link.is_last else None
+        output = pytree.tree_map_only(Tensor, whole, output)  # what a model ends in may be cut
         if self._leaves_steps:
             if agreement.stops:
                 self.stop()

@@ -10,12 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_pipe.runtime.activation_offload import ActivationOffload
 from lightning_pipe.runtime.errors import PeerLostError, PipelineError
 from lightning_pipe.runtime.mailbox import Key, Mailbox
 from lightning_pipe.runtime.payload import Entrance, Spec, assemble, disassemble, flatten
@@ -78,6 +80,9 @@ class Measurements:
         fills: How often the pipeline was filled.
         updates: For each stage.
         weights: For each stage, most versions of its weights held at a time, and most bytes.
+        backwards_skipped: For each stage, backwards with nothing to do, as all is frozen up to it.
+        gradient_bytes_saved: For each stage, bytes of gradients not sent to the stage before it,
+            where nothing needs them.
     """
 
     wall: float = 0.0
@@ -88,6 +93,8 @@ class Measurements:
     fills: int = 0
     updates: Mapping[int, int] = field(default_factory=dict)
     weights: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    backwards_skipped: Counter[int] = field(default_factory=Counter)
+    gradient_bytes_saved: Counter[int] = field(default_factory=Counter)
 
 
 class Executor:
@@ -103,16 +110,18 @@ class Executor:
     Attributes:
         measured: What it did so far.
         recorder: Is told of every instruction, if there is one.
+        offload: Is told what will be computed, if there is one.
     """
 
     recorder: Recorder | None = None
+    offload: ActivationOffload | None = None
 
     def __init__(
         self, mailbox: Mailbox, num_stages: int, rank: int, compares_versions: bool = False
     ) -> None:
         self._rank = rank
-        self._state = _State(mailbox, num_stages - 1, compares_versions)
         self.measured = Measurements()
+        self._state = _State(mailbox, num_stages - 1, compares_versions, self.measured)
 
     def run(self, program: Program, signatures: Mapping[int, Hashable], work: Work) -> None:
         """Run one round.
@@ -127,10 +136,14 @@ class Executor:
         """
         state, measured, recorder = self._state, self.measured, self.recorder
         state.signatures = signatures
+        computes = [instruction for instruction in program if isinstance(instruction, Compute)]
+        pairs = zip_longest(computes, computes[1:])
         start, busy = time.perf_counter(), 0.0
         for instruction in program:
             began = time.perf_counter()
             try:
+                if self.offload is not None and isinstance(instruction, Compute):
+                    self.offload.look_ahead(*next(pairs))
                 state.execute(instruction, work)
             except Exception as error:
                 _say_where(error, instruction, self._rank)
@@ -149,8 +162,11 @@ class Executor:
 class _State:
     """What was computed or received, and is not used up yet."""
 
-    def __init__(self, mailbox: Mailbox, last: int, compares_versions: bool) -> None:
+    def __init__(
+        self, mailbox: Mailbox, last: int, compares_versions: bool, measured: Measurements
+    ) -> None:
         self._mailbox, self._last, self._compares_versions = mailbox, last, compares_versions
+        self._measured = measured
         self.signatures: Mapping[int, Hashable] = {}
         self._activations: dict[Key, tuple[Any, Spec]] = {}  # by the stage they enter
         self._gradients: dict[Key, list[Tensor | None]] = {}  # by the stage they come back to
@@ -232,6 +248,8 @@ class _State:
         root = self._roots.pop(key)
         if isinstance(root, Tensor):
             return [(get_gradient_edge(root), torch.ones_like(root))] if root.requires_grad else []
+        if not root:
+            self._measured.backwards_skipped[key[0]] += 1
         gradients = self._gradients.pop(key)
         return [(edge, g) for edge, g in zip(root, gradients, strict=True) if g is not None]
 
@@ -261,6 +279,8 @@ class _State:
                     f"The activation was computed with version {version} of the weights of stage "
                     f"{step.stage - 1}, but the plan says {step.version}. Please report it."
                 )
+        if torch.is_grad_enabled() and not spec.requires_grad:
+            self._measured.gradient_bytes_saved[key[0]] += spec.floating_bytes
         self._activations[key] = activation, spec
 
     def send_gradient(self, step: SendGradient) -> None:
@@ -279,7 +299,7 @@ class _State:
 
 def _enter(tree: Any, spec: Spec) -> tuple[Any, Entrance | None]:
     """The activation without its history, its tensors requiring gradients as at the sender."""
-    if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in spec.tensors):
+    if not torch.is_grad_enabled() or not spec.requires_grad:
         return tree, None
     leaves = flatten(tree)
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]

@@ -132,7 +132,8 @@ def _rebuild(like: Any, children: Sequence[Any]) -> Any:
     """A container as ``like``, which holds ``children``."""
     if isinstance(like, dict):
         rebuilt = copy.copy(like)  # keeps the type, a default factory and the order
-        rebuilt.update(zip(like, children, strict=True))
+        for key, child in zip(like, children, strict=True):
+            rebuilt[key] = child  # not `update`, which dicts that are dataclasses, too, may refuse
         return rebuilt
     if isinstance(like, Mapping):
         return type(like)(zip(like, children, strict=True))  # type: ignore[call-arg]

@@ -9,6 +9,7 @@ travel with every activation that has some.
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 _ANCHOR = torch.empty((), requires_grad=True)  # makes autograd record an entrance; never changes
@@ -42,6 +44,17 @@ class Spec:
     def tensors(self) -> list[TensorSpec]:
         """The tensors among the leaves, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+
+    @cached_property
+    def requires_grad(self) -> bool:
+        """Whether a gradient comes back for any of the tensors."""
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+    @cached_property
+    def floating_bytes(self) -> int:
+        """Bytes of the tensors for which gradients could come back."""
+        floating = [t for t in self.tensors if t.dtype.is_floating_point or t.dtype.is_complex]
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in floating)
 
     @cached_property
     def has_constants(self) -> bool:
@@ -102,6 +115,13 @@ def _is_size(node: Any) -> bool:
 
 
 def _describe(leaf: Any) -> TensorSpec | str | None:
+    if isinstance(leaf, DTensor):
+        raise MisconfigurationException(
+            f"A stage returned a DTensor ({leaf.placements} of a mesh over {leaf.device_mesh}), "
+            "but stages exchange plain tensors, as each tensor-parallel rank has them. Let the "
+            "layer return one: `output_layouts=Replicate()` and `use_local_output=True` in the "
+            "style that parallelises its last module, or `.full_tensor()` or `.to_local()`."
+        )
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided or leaf.is_meta:
             where = "on the meta device" if leaf.is_meta else f"of layout {leaf.layout}"

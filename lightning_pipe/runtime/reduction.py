@@ -68,20 +68,15 @@ class GradientSum:
         self._under_way: list[Pending] = []
         if trained:
             self._under_way.append(group.sum(self._present))
-        self._packs: list[tuple[Tensor, list[Tensor]]] = []
-        for pieces in buckets([local_part(self._gradients[i]) for i in trained]):
-            packed = pieces[0] if len(pieces) == 1 else torch.cat([p.reshape(-1) for p in pieces])
-            if len(pieces) > 1:
-                self._packs.append((packed, pieces))
-            self._under_way.append(group.sum(packed))
+        self._buckets = list(buckets([local_part(self._gradients[i]) for i in trained]))
+        self._under_way += [group.sum(bucket.packed) for bucket in self._buckets]
 
     def wait(self) -> list[Tensor | None]:
         """The sums, in the order of the parameters; raises PeerLostError."""
         for pending in self._under_way:
             pending.wait()
-        with torch.no_grad():
-            for packed, pieces in self._packs:
-                unpack(packed, pieces)
+        for bucket in self._buckets:
+            bucket.unpack()
         for index, somewhere in zip(self._trained, self._present.tolist(), strict=True):
             if not somewhere:
                 self._gradients[index] = None
@@ -126,37 +121,52 @@ def local_part(tensor: Tensor | None) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def buckets(tensors: Sequence[Tensor], size: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+class Bucket:
+    """Tensors of one dtype and device that travel together.
+
+    Attributes:
+        packed: Their values, one after the other; a single one itself.
+
+    Args:
+        tensors: At least one.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        single = len(tensors) == 1
+        self.packed = tensors[0] if single else torch.cat([t.reshape(-1) for t in tensors])
+
+    def unpack(self) -> None:
+        """Give the tensors the values."""
+        if len(self._tensors) > 1:
+            with torch.no_grad():
+                parts = torch.split(self.packed, [tensor.numel() for tensor in self._tensors])
+                for tensor, part in zip(self._tensors, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+
+def buckets(tensors: Sequence[Tensor], size: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """Put tensors together to buckets of about one size.
 
     Args:
         tensors: In order.
         size: In bytes. A larger tensor is cut, if it is contiguous.
-
-    Yields:
-        Tensors of one dtype and device, together at most ``size``, or one, a view of a part.
     """
-    bucket: list[Tensor] = []
+    together: list[Tensor] = []
     filled = 0
     for tensor in tensors:
         large = tensor.nbytes > size // 2
-        fits = bucket and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
-        if bucket and (large or not fits or filled + tensor.nbytes > size):
-            yield bucket
-            bucket, filled = [], 0
+        fits = together and (tensor.dtype, tensor.device) == (together[0].dtype, together[0].device)
+        if together and (large or not fits or filled + tensor.nbytes > size):
+            yield Bucket(together)
+            together, filled = [], 0
         if not large:
-            bucket.append(tensor)
+            together.append(tensor)
             filled += tensor.nbytes
         elif tensor.is_contiguous():
-            yield from ([piece] for piece in torch.split(tensor.view(-1), size // tensor.itemsize))
+            for piece in torch.split(tensor.view(-1), size // tensor.itemsize):
+                yield Bucket([piece])
         else:
-            yield [tensor]
-    if bucket:
-        yield bucket
-
-
-def unpack(packed: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Copy a bucket's contents back to where they came from."""
-    sizes = [piece.numel() for piece in pieces]
-    for piece, part in zip(pieces, torch.split(packed, sizes), strict=True):
-        piece.copy_(part.view(piece.shape))
+            yield Bucket([tensor])
+    if together:
+        yield Bucket(together)

@@ -32,6 +32,7 @@ from lightning_pipe.runtime.training import (
     ApplyUpdate,
     AsynchronousWork,
     BatchResult,
+    Shards,
     SynchronousWork,
     TrainingResult,
     TrainingWork,
@@ -97,11 +98,13 @@ class Sharing:
         outside: Parameters outside the layers; on every rank, equal.
         reductions: All parameters whose gradients are summed over several ranks.
         replicas: The ranks that hold this rank's stages.
+        shards: What these divide among them, if they do.
     """
 
     outside: Sequence[nn.Parameter] = ()
     reductions: Sequence[Reduction] = ()
     replicas: Group = field(default_factory=Alone)
+    shards: Shards | None = None
 
 
 @dataclass
@@ -169,7 +172,9 @@ class TrainingRounds:
                 stage, programs.per_microbatch, self._apply, sharing.replicas
             )
         else:
-            self._work = SynchronousWork(stages, sharing.outside, sharing.reductions)
+            self._work = SynchronousWork(
+                stages, sharing.outside, sharing.reductions, sharing.shards
+            )
         self._fill = _Fill()
         self._parameters: list[nn.Parameter] = []  # of this rank, as the fill finds them
         self.running = False

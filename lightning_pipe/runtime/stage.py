@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_pipe.runtime.activation_offload import ActivationOffload
+from lightning_pipe.runtime.activation_partition import ActivationPartition
 from lightning_pipe.runtime.batch_norm import DeferredBatchNorm
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.recomputation import Recomputation
@@ -31,6 +33,12 @@ class Stage:
             layer.
         random_states: Seed the layers' streams, so that a second run draws the same numbers.
         deferred_batchnorm: Whether BatchNorm's running statistics are updated once per batch.
+        offload: Takes what forwards save for their backward to host memory meanwhile; one for all
+            stages of a rank.
+        partition: Shares what checkpointing keeps with the ranks that have the same activations.
+
+    Attributes:
+        offload: See there.
     """
 
     def __init__(
@@ -45,6 +53,8 @@ class Stage:
         checkpointing: Checkpointing = "none",
         random_states: RandomStates | None = None,
         deferred_batchnorm: bool = False,
+        offload: ActivationOffload | None = None,
+        partition: ActivationPartition | None = None,
     ) -> None:
         self.index = index
         self.is_first, self.is_last = index == 0, index == num_stages - 1
@@ -54,10 +64,13 @@ class Stage:
         self._checkpointing = checkpointing
         self._random = random_states
         self._norms = DeferredBatchNorm(layers) if deferred_batchnorm else None
+        self.offload = offload
         units: dict[str, list[tuple[nn.Module, ...]]]
         units = {"none": [], "stage": [self.layers], "layer": [(layer,) for layer in layers]}
         around_again = self._norms.ignoring if self._norms is not None else nullcontext
-        self._recomputations = [Recomputation(unit, around_again) for unit in units[checkpointing]]
+        self._recomputations = [
+            Recomputation(unit, around_again, partition) for unit in units[checkpointing]
+        ]
 
     def forward(
         self,
@@ -79,11 +92,11 @@ class Stage:
         Returns:
             What the last layer returned.
         """
-        if self._norms is None:
-            return self._forward(args, kwargs, batch, microbatch)
-        with self._norms.gathering():
+        saving = nullcontext() if self.offload is None else self.offload.saving(self.layers)
+        gathering = nullcontext() if self._norms is None else self._norms.gathering()
+        with saving, gathering:
             output = self._forward(args, kwargs, batch, microbatch)
-        if ends_batch:
+        if self._norms is not None and ends_batch:
             self._norms.commit()
         return output
 
@@ -92,7 +105,7 @@ class Stage:
     ) -> Any:
         if self._checkpointing == "stage" and torch.is_grad_enabled():
             (recomputation,) = self._recomputations
-            return recomputation.run(self._run_layers, batch, microbatch, kwargs, *args)
+            return recomputation.run(self._run_layers, (batch, microbatch, kwargs), *args)
         return self._run_layers(batch, microbatch, kwargs, *args)
 
     def _run_layers(self, batch: int, microbatch: int, kwargs: dict[str, Any], *args: Any) -> Any:
@@ -107,7 +120,7 @@ class Stage:
                 chosen = {name: value for name, value in kwargs.items() if name in names}
             if by_layer:
                 run = self._recomputations[index].run
-                output = run(self._run_layer, index, batch, microbatch, chosen, *args)
+                output = run(self._run_layer, (index, batch, microbatch, chosen), *args)
             else:
                 output = self._run_layer(index, batch, microbatch, chosen, *args)
             args = (output,)

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pipe.runtime.call import StageOutput
+from lightning_pipe.runtime.distributed_tensors import in_parallel_if_it_was, whole
 from lightning_pipe.runtime.payload import flatten
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.stage import Stage
@@ -83,6 +84,7 @@ class Losses:
             What to differentiate.
         """
         loss, weight = _loss_and_weight(result)
+        loss = in_parallel_if_it_was(loss, output)
         self.own_weights.add(weight is not None)
         if len(self.own_weights) > 1:
             raise MisconfigurationException(
@@ -236,7 +238,7 @@ def _loss_and_weight(result: Any) -> tuple[Tensor, float | None]:
         raise MisconfigurationException(
             f"The loss has shape {tuple(loss.shape)}; expected a scalar. Reduce it: loss.mean()."
         )
-    return loss, None if weight is None else float(weight)
+    return whole(loss), None if weight is None else float(weight)
 
 
 def _has_gradient(leaf: Any) -> bool:

@@ -112,6 +112,22 @@ class TrainingWork(Protocol):
         ...
 
 
+class Shards(Protocol):
+    """Gradients, or weights, too, of which each replica of a stage has a part."""
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        """A backward of a stage begins; whether it is the round's last one."""
+        ...
+
+    def after_backward(self, stage: int) -> None:
+        """It has ended."""
+        ...
+
+    def end_round(self) -> None:
+        """All backwards have ended: give the parameters their gradients."""
+        ...
+
+
 class SynchronousWork:
     """Gradients of one batch, summed over its micro-batches; all weights have one version.
 
@@ -119,6 +135,7 @@ class SynchronousWork:
         stages: This rank's.
         shared: Parameters outside the layers, which live on every rank.
         reductions: What other ranks hold, too.
+        shards: What replicas divide among them, if they do.
 
     Attributes:
         scale_loss: Scales each loss before its backward.
@@ -131,8 +148,10 @@ class SynchronousWork:
         stages: Mapping[int, Stage],
         shared: Sequence[nn.Parameter],
         reductions: Sequence[Reduction],
+        shards: Shards | None = None,
     ) -> None:
         self._stages, self._shared, self._reductions = stages, list(shared), reductions
+        self._shards = shards
         self._steps: BatchSteps | None = None
         self.updates: Counter[int] = Counter()
 
@@ -146,8 +165,9 @@ class SynchronousWork:
         self._steps = steps
         self.due: int | None = steps.batch.number
         self.gradients: Gradients = []
-        self._sums = StageReductions(self._reductions)
+        self._sums, self._is_ending = StageReductions(self._reductions), True
         self._to_take = list(self._shared)
+        self._backwards_left = dict.fromkeys(self._stages, len(steps.batch.pieces))
 
     def forward(self, step: Forward, activation: Any) -> Any:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
@@ -156,7 +176,13 @@ class SynchronousWork:
 
     def backward(self, step: AnyBackward, run: Callable[[], None]) -> None:
         """See :class:`~lightning_pipe.runtime.executor.Work`."""
+        if self._shards is None:
+            run()
+            return
+        self._backwards_left[step.stage] -= 1
+        self._shards.before_backward(step.stage, last=not self._backwards_left[step.stage])
         run()
+        self._shards.after_backward(step.stage)
 
     def reduce(self, step: Reduce) -> None:
         """Start to sum the gradients of what other ranks hold, too."""
@@ -164,7 +190,7 @@ class SynchronousWork:
 
     def update(self, step: Update) -> None:
         """Take a stage's gradients away from its parameters; Lightning's backward brings them."""
-        self._sums.finish()  # updates come last, so all stages of this rank are at their ends
+        self._end_stages()
         self._take(p for layer in self._stages[step.stage].layers for p in layer.parameters())
         self._take(self._to_take)
         self._to_take = []
@@ -180,6 +206,14 @@ class SynchronousWork:
             index: (1, count_bytes(p for layer in stage.layers for p in layer.parameters()))
             for index, stage in self._stages.items()
         }
+
+    def _end_stages(self) -> None:
+        """Updates come last: by the first, all stages of this rank are at their ends."""
+        if self._is_ending:
+            self._is_ending = False
+            self._sums.finish()
+            if self._shards is not None:
+                self._shards.end_round()
 
     def _take(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:

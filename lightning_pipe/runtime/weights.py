@@ -19,6 +19,9 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pipe.runtime.reduction import local_part
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
@@ -64,6 +67,11 @@ class WeightStore:
                 )
         self.newest, self._aliases = 0, {}
         self._measure()
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Those that are trained, in the order of :meth:`take_gradients`."""
+        return self._parameters
 
     def end_fill(self) -> None:
         """Let go of all versions but the newest."""
@@ -118,7 +126,7 @@ class WeightStore:
         if keeps <= self.newest:
             self._read(self.newest)  # its aliases keep the memory
             for parameter in self._parameters:
-                parameter.data = parameter.data.clone()
+                _move(parameter, local_part(parameter).data.clone())
         elif newest is not None:
             self._go_on_with(newest, in_flight)
         self.newest += 1
@@ -127,7 +135,7 @@ class WeightStore:
     def _go_on_with(self, aliases: list[nn.Parameter], in_flight: bool) -> None:
         """Let the aliases of the newest version be those of the next one."""
         for parameter, alias in zip(self._parameters, aliases, strict=True):
-            if alias.data_ptr() != parameter.data_ptr():
+            if local_part(alias).data_ptr() != local_part(parameter).data_ptr():
                 # Its layer has moved it, as recurrent layers do for cuDNN.
                 if in_flight:
                     raise MisconfigurationException(
@@ -136,7 +144,7 @@ class WeightStore:
                         "not see the updates that weight_stashing=False wants them to see. Use "
                         "weight_stashing=True."
                     )
-                alias.data = parameter.data
+                _move(alias, local_part(parameter).data)
         self._aliases[self.newest + 1] = aliases
 
     def _read(self, version: int) -> list[nn.Parameter]:
@@ -151,7 +159,7 @@ class WeightStore:
                 )
             # Over `.data`: a version counter of their own, so that updates in place, which come
             # after the last read, or which the schedule wants, are no error to autograd.
-            aliases = [nn.Parameter(parameter.data) for parameter in self._parameters]
+            aliases = [_alias(parameter) for parameter in self._parameters]
             self._aliases[version] = aliases
         return aliases
 
@@ -169,7 +177,27 @@ class WeightStore:
             self.peak_versions, self.peak_bytes = versions, count_bytes(held)
 
 
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    """A leaf over the same memory; of a DTensor one over that of this rank's part."""
+    data = local_part(parameter).data
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, stride = parameter.shape, parameter.stride()
+        data = DTensor.from_local(
+            data, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+    return nn.Parameter(data)
+
+
+def _move(parameter: nn.Parameter, data: Tensor) -> None:
+    """Let a parameter have other memory."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = data  # `.data =` would leave it where it is
+    else:
+        parameter.data = data
+
+
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of weights; memory that several refer to counts once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    """Bytes of weights on this rank; memory that several refer to counts once."""
+    storages = [local_part(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,106 @@
+"""Layers of which each replica holds an equal part of every parameter (ZeRO-3).
+
+That is torch's ``fully_shard`` (FSDP2), on each layer by itself, over the replicas. Parameters are
+gathered for a round, and gradients divided after its last backward; or, if memory is short, both
+for every micro-batch and layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+class FullShards:
+    """The layers of this rank, divided. Constructing it is collective over the replicas.
+
+    Args:
+        stages: The layers of each stage of this rank.
+        mesh: Of the replicas.
+        ignored: Parameters that stay whole, since other stages have them, too.
+        reshards: Whether a layer is gathered and freed for each micro-batch.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Sequence[nn.Module]],
+        mesh: DeviceMesh,
+        ignored: Collection[nn.Parameter],
+        reshards: bool,
+    ) -> None:
+        self._reshards, self._mesh = reshards, mesh
+        self._classes: dict[nn.Module, type[nn.Module]] = {}
+        self._stages: dict[int, list[Any]] = {}
+        kept = set(ignored)
+        for stage, layers in stages.items():
+            divided = [m for m in layers if any(p not in kept for p in m.parameters())]
+            self._stages[stage] = divided
+            for layer in divided:
+                self._classes[layer] = type(layer)
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, ignored_params=kept)
+                # Losses are divided by the samples of all replicas: sums are means already.
+                layer.set_gradient_divide_factor(1.0)
+                layer.set_force_sum_reduction_for_comms(True)
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        """A backward of a stage begins.
+
+        Args:
+            stage: Which.
+            last: Whether it is the last one of the round.
+        """
+        for layer in self._stages.get(stage, ()):
+            layer.set_requires_gradient_sync(last or self._reshards, recurse=False)
+            layer.set_reshard_after_backward(last or self._reshards, recurse=False)
+            layer.set_is_last_backward(last)
+
+    def after_backward(self, stage: int) -> None:
+        """See :class:`~lightning_pipe.runtime.training.Shards`."""
+
+    def end_round(self) -> None:
+        """A round, or an evaluation, has ended: hold only parts from now on."""
+        for layer in self._layers:
+            layer.reshard()
+
+    def gather(self) -> None:
+        """Hold all until :meth:`end_round`, if there is room for it. Collective over the replicas.
+
+        They may call the layers unequally often then.
+        """
+        if not self._reshards:
+            for layer in self._layers:
+                layer.unshard()
+
+    def close(self) -> None:
+        """Make ordinary layers of them, with whole parameters. Collective over the replicas."""
+        for layer in self._layers:
+            layer.reshard()
+            for module in layer.modules():
+                for name, parameter in list(module._parameters.items()):
+                    if isinstance(parameter, DTensor) and parameter.device_mesh == self._mesh:
+                        whole = nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
+                        setattr(module, name, whole)
+            _forget(layer)
+            layer.__class__ = self._classes[layer]
+        self._stages = {}
+
+    @property
+    def _layers(self) -> Iterator[Any]:
+        return (layer for layers in self._stages.values() for layer in layers)
+
+
+def _forget(layer: Any) -> None:
+    """Take away what ``fully_shard`` has added to a layer; torch offers no way back."""
+    state = layer._get_fsdp_state()
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handle.remove()
+    _module_state_mapping.pop(layer, None)
+    for key in (STATE_KEY, REGISTRY_KEY):
+        layer.__dict__.pop(key, None)
