@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
+    from lightning_pipe.chain import run_layers as run_layers
     from lightning_pipe.checking.parity import compare_gradients as compare_gradients
     from lightning_pipe.monitoring.monitor import PipelineMonitor as PipelineMonitor
     from lightning_pipe.planning import plan as plan
+    from lightning_pipe.pretrained import load_safetensors as load_safetensors
     from lightning_pipe.schedule.registry import register_schedule as register_schedule
     from lightning_pipe.strategy import PipelineStrategy as PipelineStrategy
 
@@ -19,16 +21,20 @@ __all__ = [
     "PipelineMonitor",
     "PipelineStrategy",
     "compare_gradients",
+    "load_safetensors",
     "plan",
     "register_schedule",
+    "run_layers",
 ]
 
 _HOMES = {  # imported when first asked for
     "PipelineMonitor": "lightning_pipe.monitoring.monitor",
     "PipelineStrategy": "lightning_pipe.strategy",
     "compare_gradients": "lightning_pipe.checking.parity",
+    "load_safetensors": "lightning_pipe.pretrained",
     "plan": "lightning_pipe.planning",
     "register_schedule": "lightning_pipe.schedule.registry",
+    "run_layers": "lightning_pipe.chain",
 }
 
 

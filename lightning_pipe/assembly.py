@@ -36,9 +36,12 @@ from lightning_pipe.partition import (
 )
 from lightning_pipe.programs import RankPrograms, Timing
 from lightning_pipe.report import PipelineReport, StageReport
+from lightning_pipe.runtime.activation_offload import ActivationOffload
+from lightning_pipe.runtime.activation_partition import partition_over
 from lightning_pipe.runtime.call import PipelinedModule, attach
 from lightning_pipe.runtime.consensus import Consensus
 from lightning_pipe.runtime.executor import Measurements
+from lightning_pipe.runtime.host_copies import host_copies
 from lightning_pipe.runtime.microbatch import find_batch_size, split_batch
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
@@ -66,6 +69,8 @@ class Settings:
     weight_stashing: bool = True
     vertical_sync: bool = False
     deferred_batchnorm: bool = False
+    activation_offload: bool = False
+    partition_activations: bool = False
 
 
 class Assembly:
@@ -133,7 +138,7 @@ class Assembly:
         names, layers = self._found.names, self._found.layers
         by_name = dict(zip(names, layers, strict=True))
         held = held_layers(by_name)
-        self._collects = held[0] == by_name.keys()
+        self._collects = held[0].keys() == by_name.keys() and not any(held[0].values())
         fetch_layers(by_name, [names[index] for index in owned], held)
         shard(self._found, owned)
         if deferred is not None:
@@ -158,8 +163,8 @@ class Assembly:
         now = find_layers(self._root, self._settings.module)
         checks.check_unchanged(self._parameters, _parameters_of(now))
         with torch.no_grad():
-            for tensor in [*self.shared, *outside_buffers(self._root, self._found)]:
-                dist.broadcast(tensor.data, src=0)
+            for buffer in outside_buffers(self._root, self._found):
+                dist.broadcast(buffer.data, src=0)
         shared = self.shares(groups)
         shared.make_equal()
         return shared
@@ -180,6 +185,7 @@ class Assembly:
         random_states: RandomStates,
         sharing: Sharing,
         consensus: Consensus | None = None,
+        tensor_group: Any = None,
     ) -> Pipeline:
         """Let the pipelined module's calls go through the pipeline.
 
@@ -188,8 +194,14 @@ class Assembly:
             random_states: Seed the streams of step and layers.
             sharing: What this rank has that others have, too.
             consensus: With other pipelines, if there are any.
+            tensor_group: The process group of the ranks that have parts of the same layers.
         """
         found, settings = self._found, self._settings
+        offload = partition = None
+        if settings.activation_offload:
+            offload = ActivationOffload(host_copies(transport.device))
+        if settings.partition_activations:
+            partition = partition_over(tensor_group)
         keywords = cache(self._keywords)  # signatures are slow to read, and do not change
         stages = {}
         for index in self._own_stages:
@@ -203,6 +215,8 @@ class Assembly:
                 settings.activation_checkpointing,
                 random_states,
                 settings.deferred_batchnorm,
+                offload,
+                partition,
             )
         self.pipeline = Pipeline(
             stages,

@@ -17,6 +17,10 @@ class StageReport:
         updates: Number of updates of its weights.
         live_versions: Most versions of its weights held at a time.
         weight_bytes: Bytes of these, measured.
+        trained_parameters: Of the parameter elements those that are not frozen, at the end.
+        backwards_skipped: Backwards with nothing to do, as all is frozen up to this stage.
+        gradient_bytes_saved: Bytes of gradients that were not sent to the stage before, as nothing
+            there needs them.
     """
 
     rank: int
@@ -26,6 +30,9 @@ class StageReport:
     updates: int
     live_versions: int
     weight_bytes: int
+    trained_parameters: int
+    backwards_skipped: int = 0
+    gradient_bytes_saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,4 +84,20 @@ class PipelineReport:
             f"bubble: predicted {self.predicted_bubble:.1%}, measured {measured:.1%} "
             f"(by rank {by_rank})"
         )
+        lines += self._saved()
         return "\n".join(lines)
+
+    def _saved(self) -> list[str]:
+        """What frozen layers have spared, if anything."""
+        skipped = sum(stage.backwards_skipped for stage in self.stages)
+        unsent = sum(stage.gradient_bytes_saved for stage in self.stages)
+        if not skipped and not unsent:
+            return []
+        trained = sum(stage.trained_parameters for stage in self.stages)
+        parameters = sum(stage.parameters for stage in self.stages)
+        idle = [str(index) for index, stage in enumerate(self.stages) if stage.backwards_skipped]
+        where = f" (of stage {', '.join(idle)})" if idle else ""
+        return [
+            f"frozen: {trained:,} of {parameters:,} parameters are trained; saved: {skipped:,} "
+            f"backwards{where}, {unsent:,} bytes of gradients"
+        ]

@@ -8,6 +8,7 @@ from lightning_pipe.partition.build import (
     shard,
     shared_between_stages,
     stage_slices,
+    tied_parameters,
 )
 from lightning_pipe.partition.call_arguments import call_arguments
 from lightning_pipe.partition.class_swap import (
@@ -56,5 +57,6 @@ __all__ = [
     "shared_between_stages",
     "stage_slices",
     "swap_class",
+    "tied_parameters",
     "uniform",
 ]

@@ -105,17 +105,21 @@ def keyword_names(layer: nn.Module, num_positional: int = 1) -> frozenset[str]:
     return frozenset(p.name for p in [*free, *(p for p in parameters if p.kind is p.KEYWORD_ONLY)])
 
 
-def parameter_counts(found: PipelinedLayers) -> list[int]:
+def parameter_counts(found: PipelinedLayers, trained: bool = False) -> list[int]:
     """Return the number of parameter elements of each layer.
 
     A shared parameter counts where it appears first.
+
+    Args:
+        found: the layers.
+        trained: count only those that require a gradient.
     """
     seen: set[int] = set()
     counts = []
     for layer in found.layers:
         new = [p for p in layer.parameters() if id(p) not in seen]
         seen.update(id(p) for p in new)
-        counts.append(sum(p.numel() for p in new))
+        counts.append(sum(p.numel() for p in new if p.requires_grad or not trained))
     return counts
 
 
