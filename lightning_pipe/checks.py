@@ -77,7 +77,9 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         raise MisconfigurationException(
             f"PipelineStrategy(num_microbatches={count!r}): expected 'auto' or a number from 1."
         )
+    _check_activations(arguments)
     check_schedule(schedule, count, arguments["stages_per_rank"], num_ranks=None)
+    check_zero(schedule, arguments["zero_stage"], arguments["reshard_after_forward"])
     try:
         policy_for(schedule, arguments["weight_stashing"], arguments["vertical_sync"])
     except ScheduleError as error:
@@ -90,6 +92,7 @@ def check_schedule(
     stages_per_rank: int,
     num_ranks: int | None,
     activation_checkpointing: str = "none",
+    zero_stage: int = 0,
 ) -> None:
     """Check that a schedule is known and takes its options.
 
@@ -99,6 +102,7 @@ def check_schedule(
         stages_per_rank: A number.
         num_ranks: As long as it is unknown, what depends on it is not checked.
         activation_checkpointing: The option.
+        zero_stage: The option.
 
     Raises:
         MisconfigurationException: With the reason and what would be valid.
@@ -129,11 +133,22 @@ def check_schedule(
             f"{placement.rank_of}; expected ranks numbered in the order in which a micro-batch "
             "reaches them first. Number them so."
         )
+    if plan.split:
+        _check_split(schedule, zero_stage)
     if plan.split and activation_checkpointing != "none":
         raise MisconfigurationException(
             f"PipelineStrategy(activation_checkpointing={activation_checkpointing!r}): schedule="
             f"{schedule!r} runs backwards in two parts, and each would compute the forward again. "
             "Set activation_checkpointing='none', or choose '1f1b' or 'interleaved'."
+        )
+
+
+def _check_split(schedule: str, zero_stage: int) -> None:
+    if zero_stage > 1:
+        raise MisconfigurationException(
+            f"PipelineStrategy(zero_stage={zero_stage}) with schedule={schedule!r}, which runs "
+            "backwards in two parts: gradients of weights come later than where they would be "
+            "divided. Use zero_stage=1, or '1f1b' or 'interleaved'."
         )
 
 
@@ -307,6 +322,49 @@ def check_checkpoint_io(io: CheckpointIO, saves_directories: bool) -> None:
             f"PipelineStrategy(save_distributed_checkpoint=True) with {type(io).__name__}: a "
             "CheckpointIO writes files, but each rank writes its part of a directory. Remove the "
             "plugin, or use save_distributed_checkpoint=False."
+        )
+
+
+def _check_activations(arguments: dict[str, Any]) -> None:
+    """Check that what is kept of activations can be divided, if it is to be."""
+    if not arguments["partition_activations"]:
+        return
+    keeps, ranks = arguments["activation_checkpointing"], arguments["tensor_parallel_size"]
+    if keeps == "none" or ranks == 1:
+        raise MisconfigurationException(
+            f"PipelineStrategy(partition_activations=True) with activation_checkpointing={keeps!r} "
+            f"and tensor_parallel_size={ranks}: it divides what checkpointing keeps among the "
+            "ranks that share a layer. Set activation_checkpointing='stage' or 'layer' and "
+            "tensor_parallel_size from 2, or leave it out."
+        )
+
+
+def check_zero(schedule: str, zero_stage: Any, reshards: bool) -> None:
+    """Check what replicas divide among them.
+
+    Args:
+        schedule: Its name.
+        zero_stage: The option.
+        reshards: Whether layers are gathered for each micro-batch.
+
+    Raises:
+        MisconfigurationException: It does not go with the schedule.
+    """
+    if zero_stage not in (0, 1, 2, 3):
+        raise MisconfigurationException(
+            f"PipelineStrategy(zero_stage={zero_stage!r}): expected 0, 1, 2 or 3."
+        )
+    if reshards and zero_stage != 3:
+        raise MisconfigurationException(
+            f"PipelineStrategy(reshard_after_forward=True) with zero_stage={zero_stage}: only "
+            "zero_stage=3 gathers parameters, which could be freed after a forward. Leave it out."
+        )
+    if zero_stage > 1 and look_up(schedule).continuous:
+        raise MisconfigurationException(
+            f"PipelineStrategy(zero_stage={zero_stage}) with schedule={schedule!r}: a replica has "
+            "only a part of the gradients or of the weights, but old versions of the weights are "
+            "kept whole, and every micro-batch updates them. Use zero_stage=1, or a synchronous "
+            "schedule ('1f1b')."
         )
 
 

@@ -92,6 +92,10 @@ class PipelineStrategy(PipelineProcesses):
         activation_checkpointing: Which activations are computed again in backward instead of
             kept: ``"none"``, ``"stage"`` (all but a stage's input) or ``"layer"`` (all but the
             layers' inputs).
+        activation_offload: Whether what is kept for backward waits for it in the host's memory
+            (ZeRO-R, Rajbhandari et al. 2020); it comes back one computation ahead. For GPUs.
+        partition_activations: Whether the ranks that share a layer each keep a part of what
+            ``activation_checkpointing`` keeps, which all of them have alike (ZeRO-R).
         weight_stashing: For ``"pipedream"``: whether a backward reads the same version of the
             weights as its forward did, of which a stage then keeps one for each micro-batch in
             flight. Without, it reads the newest, and gradients are of no single version.
@@ -140,6 +144,8 @@ class PipelineStrategy(PipelineProcesses):
         partition: Literal["parameters", "uniform", "time"] | str | list[int] = "parameters",
         module: str | None = None,
         activation_checkpointing: Literal["none", "stage", "layer"] = "none",
+        activation_offload: bool = False,
+        partition_activations: bool = False,
         weight_stashing: bool = True,
         vertical_sync: bool = False,
         evaluation_outputs: Literal["all", "last"] = "all",
@@ -176,6 +182,8 @@ class PipelineStrategy(PipelineProcesses):
             weight_stashing,
             vertical_sync,
             deferred_batchnorm,
+            activation_offload,
+            partition_activations,
         )
         self._saves_distributed_checkpoint = save_distributed_checkpoint
         self._start_method = start_method
@@ -237,6 +245,7 @@ class PipelineStrategy(PipelineProcesses):
             settings.stages_per_rank,
             self.grid.pipeline,
             settings.activation_checkpointing,
+            self._zero_stage,
         )
         self._layer_times = LayerTimes(
             settings.partition, module, self.precision_plugin, self.root_device, self.broadcast
@@ -315,7 +324,14 @@ class PipelineStrategy(PipelineProcesses):
         random_states = RandomStates(seed, self.grid.data_rank, self.root_device)
         random_states.set(states)
         consensus = Consensus(self._groups.peers, self.grid.tensor)
-        pipeline = assembly.connect(self._transport, random_states, shared.sharing(division.shards), consensus)
+        tensor_group = self._mesh["tensor_parallel"].get_group()
+        pipeline = assembly.connect(
+            self._transport,
+            random_states,
+            shared.sharing(division.shards),
+            consensus,
+            tensor_group,
+        )
         context = self.precision_plugin.forward_context
         gather = self._gather_from_replicas if self.is_distributed else None
         self._logs = StepLogs(self.lightning_module, pipeline, context, gather)

@@ -36,3 +36,36 @@ def test_weights_equal_one_device(
     divided = {"data_parallel_size": 2, "zero_stage": zero_stage}
     whole, *_ = ranks.run(size, fit, kind, pipeline | divided, options, shares)
     assert_equal_weights(whole, expected)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "options"),
+    [
+        ({"schedule": "pipedream"}, CLIPPED),
+        ({"schedule": "pipedream_2bw"}, {}),
+        ({"schedule": "zero_bubble"}, CLIPPED),
+    ],
+)
+def test_states_are_divided_under_schedules_that_keep_whole_weights(
+    ranks: Ranks, pipeline: Options, options: Options
+) -> None:
+    expected, *_ = ranks.run(2, fit, Inside, pipeline, options)
+    divided = pipeline | {"data_parallel_size": 2, "zero_stage": 1}
+    whole, *_ = ranks.run(4, fit, Inside, divided, options)
+    assert_equal_weights(whole, expected)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "stage", "layer"])
+@pytest.mark.parametrize("reshards", [False, True])
+def test_parameters_gathered_for_each_micro_batch(
+    ranks: Ranks, checkpointing: str, reshards: bool
+) -> None:
+    (expected,) = ranks.run(1, fit, Dealt, None, CLIPPED)
+    pipeline = {
+        "data_parallel_size": 2,
+        "zero_stage": 3,
+        "reshard_after_forward": reshards,
+        "activation_checkpointing": checkpointing,
+    }
+    whole, *_ = ranks.run(4, fit, Dealt, pipeline, CLIPPED)
+    assert_equal_weights(whole, expected)
