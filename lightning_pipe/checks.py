@@ -372,11 +372,11 @@ def _check_sizes(arguments: dict[str, Any]) -> None:
     """Check the numbers of ranks, as far as they can be without knowing how many there are."""
     for name in ("pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size"):
         size = arguments[name]
-        may_adapt = name != "tensor_parallel_size"
-        if not (size == "auto" and may_adapt) and (not isinstance(size, int) or size < 1):
+        alternative = "" if name == "tensor_parallel_size" else ", or 'auto'"
+        if not (size == "auto" and alternative) and (not isinstance(size, int) or size < 1):
             raise MisconfigurationException(
                 f"PipelineStrategy({name}={size!r}): expected a number from 1"
-                f"{', or `auto`' if may_adapt else ''}."
+                f"{alternative}."
             )
     if arguments["data_parallel_size"] == arguments["pipeline_parallel_size"] == "auto":
         raise MisconfigurationException(

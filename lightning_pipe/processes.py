@@ -126,6 +126,8 @@ class PipelineProcesses(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or self.grid.data == 1:
             return tensor
+        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.double()  # numbers of samples, say, whose mean is no integer
         return _sync_ddp(tensor, group or self._replicas(), reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
