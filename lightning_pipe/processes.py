@@ -142,7 +142,9 @@ class PipelineProcesses(ParallelStrategy):
         """Gather from the replicas: a new first dimension; as on one device, if there is one."""
         if self.grid.data == 1:
             return tensor
-        return _all_gather_ddp_if_available(tensor, group or self._replicas(), sync_grads)
+        if group in (None, dist.group.WORLD):  # as a LightningModule says where the user does not
+            group = self._replicas()
+        return _all_gather_ddp_if_available(tensor, group, sync_grads)
 
     def _replicas(self) -> Any:
         """The process group of the ranks of all replicas that are at the same place."""
