@@ -7,7 +7,8 @@ other, or without a pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,31 @@ from torch.optim import Optimizer
 from lightning_pipe.checkpoint import (
     by_names,
     consolidate,
+    distributed_like,
+    gathered,
     is_absent,
     own_state,
+    parameters_of,
     read_checkpoint,
     remove_checkpoint,
+    states_like,
     tensors_in,
     together,
     with_tensors,
     write_directory,
 )
+
+
+class Division(Protocol):
+    """What the replicas of this rank's stages divide among them."""
+
+    def keeps_state(self, parameter: Any) -> bool:
+        """Whether this rank has the optimizer's state of a parameter."""
+        ...
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Inside, states are loaded as they are."""
+        ...
 
 
 class PipelineCheckpoints:
@@ -69,6 +86,7 @@ class PipelineCheckpoints:
         if "optimizer_states" in checkpoint:
             states = zip(checkpoint["optimizer_states"], self._optimizers(), strict=False)
             checkpoint = {**checkpoint, "optimizer_states": [self._own(*each) for each in states]}
+        checkpoint = gathered(checkpoint)
         if self._saves_directories:
             write_directory(checkpoint, filepath, storage_options)
             return
@@ -103,6 +121,11 @@ class PipelineCheckpoints:
         )
         return checkpoint
 
+    def weights_of(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The checkpoint with weights as this rank's module has them: DTensors, where it does."""
+        weights = checkpoint["state_dict"]
+        return {**checkpoint, "state_dict": distributed_like(weights, self._module.state_dict())}
+
     def forget_absent_states(self) -> None:
         """Let the optimizers have states of this rank's parameters only.
 
@@ -112,19 +135,24 @@ class PipelineCheckpoints:
             for key in [key for key in optimizer.state if is_absent(key)]:
                 del optimizer.state[key]
 
-    def load_optimizers(self, checkpoint: Mapping[str, Any], device: torch.device) -> None:
+    def load_optimizers(
+        self, checkpoint: Mapping[str, Any], device: torch.device, division: Division
+    ) -> None:
         """Load the optimizer states of this rank's parameters.
 
         Args:
             checkpoint: What `load` gave.
             device: Where they go.
+            division: Says of which parameters a replica has no states.
         """
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self._optimizers(), states, strict=True):
-            own = own_state(state, optimizer)
+            own = own_state(state, optimizer, division.keeps_state)
             if not self._is_copied:  # a file may be replaced while its views are in use
                 own = with_tensors(own, lambda _, tensor: tensor.clone())
-            optimizer.load_state_dict(own)
+            own = states_like(own, parameters_of(own, optimizer))
+            with division.loading():
+                optimizer.load_state_dict(own)
             _optimizer_to_device(optimizer, device)
 
     def remove(self, path: _PATH) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -48,8 +48,9 @@ from lightning_pipe.report import PipelineReport
 from lightning_pipe.runtime.consensus import Consensus
 from lightning_pipe.runtime.distributed_transport import GlooTransport
 from lightning_pipe.runtime.groups import GlooGroups
-from lightning_pipe.runtime.mesh import make_mesh, on_loopback
+from lightning_pipe.runtime.mesh import make_mesh
 from lightning_pipe.runtime.microbatch import find_batch_size
+from lightning_pipe.runtime.network import gloo_interface
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.saving import PipelineCheckpoints
@@ -254,7 +255,7 @@ class PipelineStrategy(PipelineProcesses):
         checks.check_module(module, module.trainer.state.fn == TrainerFn.FITTING)
         checks.check_trainer(module.trainer)
         checks.check_checkpoint_io(self.checkpoint_io, self._saves_distributed_checkpoint)
-        with on_loopback(self.num_nodes):
+        with self._gloo_interface():
             _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
             self._mesh = self._mesh or make_mesh(torch.device("cpu"), self.grid)
             module._device_mesh = self._mesh
@@ -313,7 +314,8 @@ class PipelineStrategy(PipelineProcesses):
         self._shard()
         assembly = self._assembly
         assert assembly is not None
-        shared = assembly.settle(self._groups)
+        with self._gloo_interface():  # it makes groups, too
+            shared = assembly.settle(self._groups)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         assert self._mesh is not None
@@ -369,6 +371,10 @@ class PipelineStrategy(PipelineProcesses):
         if not self.is_distributed:  # then epoch values need no reduction: all ranks log the same
             advice = ".*It is recommended to use `self.log.*sync_dist=True"
             warnings.filterwarnings("ignore", advice)
+
+    def _gloo_interface(self) -> AbstractContextManager[None]:
+        assert self.cluster_environment is not None
+        return gloo_interface(self.num_nodes, self.cluster_environment.main_address)
 
     def _shared_randomness(self) -> tuple[int, Any]:
         """Rank 0's seed, and random states so that all ranks of a replica draw the same.
@@ -512,18 +518,37 @@ class PipelineStrategy(PipelineProcesses):
     def on_validation_start(self) -> None:
         """Prepare to share logged values where only the last rank has outputs."""
         self._evaluation.begin()
+        self._hold_all()
 
     def on_test_start(self) -> None:
         """See `on_validation_start`."""
-        self._evaluation.begin()
+        self.on_validation_start()
+
+    def on_predict_start(self) -> None:
+        """Gather divided layers, so that replicas may predict different numbers of batches."""
+        self._hold_all()
 
     def on_validation_end(self) -> None:
         """Undo `on_validation_start`."""
         self._evaluation.end()
+        self._hold_parts()
 
     def on_test_end(self) -> None:
         """Undo `on_test_start`."""
-        self._evaluation.end()
+        self.on_validation_end()
+
+    def on_predict_end(self) -> None:
+        """Undo `on_predict_start`."""
+        self._hold_parts()
+
+    def _hold_all(self) -> None:
+        assert self._division is not None
+        with self._guard.watching():
+            self._division.hold_all()
+
+    def _hold_parts(self) -> None:
+        assert self._division is not None
+        self._division.hold_parts()
 
     # ---------------------------------------------------------------------------------- checkpoints
 
@@ -551,7 +576,8 @@ class PipelineStrategy(PipelineProcesses):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what belongs to this rank's parameters."""
-        self._checkpoints.load_optimizers(checkpoint, self.root_device)
+        assert self._division is not None
+        self._checkpoints.load_optimizers(checkpoint, self.root_device, self._division)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None

@@ -1,7 +1,13 @@
 """Checkpoints of a model whose layers are spread over ranks: ordinary files, and directories."""
 
-from lightning_pipe.checkpoint.consolidate import by_names, consolidate, own_state
+from lightning_pipe.checkpoint.consolidate import (
+    by_names,
+    consolidate,
+    own_state,
+    parameters_of,
+)
 from lightning_pipe.checkpoint.directory import write_directory
+from lightning_pipe.checkpoint.distributed_tensors import distributed_like, gathered, states_like
 from lightning_pipe.checkpoint.kinds import read_checkpoint, remove_checkpoint
 from lightning_pipe.checkpoint.outcome import CheckpointError, together
 from lightning_pipe.checkpoint.single_file import PipelineCheckpointIO
@@ -12,10 +18,14 @@ __all__ = [
     "PipelineCheckpointIO",
     "by_names",
     "consolidate",
+    "distributed_like",
+    "gathered",
     "is_absent",
     "own_state",
+    "parameters_of",
     "read_checkpoint",
     "remove_checkpoint",
+    "states_like",
     "tensors_in",
     "together",
     "with_tensors",

@@ -66,16 +66,14 @@ class Division:
         with nullcontext() if self._optimizer is None else self._optimizer.in_full_precision():
             yield
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Inside, whole layers are in memory, if there is room for that. Collective."""
-        if self._full is None:
-            yield
-            return
-        self._full.gather()
-        try:
-            yield
-        finally:
+    def hold_all(self) -> None:
+        """Have whole layers in memory until :meth:`hold_parts`, if there is room. Collective."""
+        if self._full is not None:
+            self._full.gather()
+
+    def hold_parts(self) -> None:
+        """Undo :meth:`hold_all`."""
+        if self._full is not None:
             self._full.end_round()
 
     def close(self) -> None:
