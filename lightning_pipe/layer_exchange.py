@@ -1,6 +1,7 @@
 """Layers move from the ranks that have them to those that need them.
 
 They do after a run, where rank 0 gets the whole model back, and before one with another partition.
+Ranks that share a layer have parts of its DTensors; a part moves to the rank that needs the same.
 """
 
 from __future__ import annotations
@@ -11,15 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipe.partition import is_absent, present
+from lightning_pipe.runtime.reduction import local_part
+
+Part = frozenset[tuple[Any, ...]]
+"""Which part of a layer: places of a rank in the meshes of DTensors. None, if it has all."""
 
 
-def held_layers(layers: Mapping[str, nn.Module]) -> list[set[str]]:
-    """Tell which layers each rank has in memory, by rank. Collective."""
+def held_layers(layers: Mapping[str, nn.Module]) -> list[dict[str, Part]]:
+    """Tell which layers each rank has in memory, and which part of each, by rank. Collective."""
     held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, {name for name, layer in layers.items() if _is_held(layer)})
+    mine = {name: _part(layer) for name, layer in layers.items() if _is_held(layer)}
+    dist.all_gather_object(held, mine)
     return held
 
 
@@ -33,12 +40,12 @@ def collect_layers(layers: Mapping[str, nn.Module]) -> None:
 
 
 def fetch_layers(
-    layers: Mapping[str, nn.Module], wanted: Collection[str], held: Sequence[Collection[str]]
+    layers: Mapping[str, nn.Module], wanted: Collection[str], held: Sequence[Mapping[str, Part]]
 ) -> None:
     """Give each rank the layers that it wants but that are absent on it, in place. Collective.
 
-    Each comes from the first rank that has it, one at a time: nothing is in memory twice but for
-    one layer's tensor that is on its way.
+    Each comes from the first rank that has it (the same part of it), one at a time: nothing is in
+    memory twice but for one layer's tensor that is on its way.
 
     Args:
         layers: All layers by name.
@@ -49,21 +56,26 @@ def fetch_layers(
         RuntimeError: A layer that is wanted is on no rank, after a run that failed.
     """
     missing: list[Any] = [None] * dist.get_world_size()
-    mine = {n: list(_missing(layers[n])) for n in layers if n in wanted and is_absent(layers[n])}
+    mine = {
+        name: (list(_missing(layer)), _part(layer))
+        for name, layer in layers.items()
+        if name in wanted and is_absent(layer)
+    }
     dist.all_gather_object(missing, mine)
     memo: dict[int, Tensor] = {}
     for name, layer in layers.items():
         for rank, tensors in enumerate(missing):
             if name not in tensors:
                 continue
-            source = next((r for r, names in enumerate(held) if name in names), None)
+            names, part = tensors[name]
+            source = next((r for r, parts in enumerate(held) if parts.get(name) == part), None)
             if source is None:
                 raise RuntimeError(
                     f"No rank has layer {name!r} any more: a process that had it has failed. Build "
                     "the module again, and load its last checkpoint."
                 )
             if dist.get_rank() == source:
-                _send(layer, tensors[name], rank)
+                _send(layer, names, rank)
             elif dist.get_rank() == rank:
                 present(layer, "cpu", memo)
                 _receive(layer, source)
@@ -73,12 +85,19 @@ def _is_held(layer: nn.Module) -> bool:
     return not is_absent(layer) and not any(True for _ in _missing(layer))
 
 
+def _part(layer: nn.Module) -> Part:
+    meshes = [t.device_mesh for t in _tensors(layer).values() if isinstance(t, DTensor)]
+    return frozenset(
+        (mesh.mesh_dim_names, *(mesh.get_coordinate() or ())) for mesh in dict.fromkeys(meshes)
+    )
+
+
 def _missing(layer: nn.Module) -> Iterator[str]:
     return (name for name, tensor in _tensors(layer).items() if tensor.is_meta)
 
 
 def _send(layer: nn.Module, names: Sequence[str], rank: int) -> None:
-    tensors = _tensors(layer)
+    tensors = {name: local_part(tensor) for name, tensor in _tensors(layer).items()}
     header = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
     dist.send_object_list([header], dst=rank)
     for name in names:
@@ -99,9 +118,9 @@ def _receive(layer: nn.Module, rank: int) -> None:
             _replace_attribute(layer, name, given)
             continue
         with torch.no_grad():
-            if mine.dtype != dtype:
+            if mine.dtype != dtype and not isinstance(mine, DTensor):
                 mine.data = mine.data.to(dtype)
-            mine.copy_(given)
+            local_part(mine).copy_(given)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from lightning_pipe.metric_state import (
     undone_by,
 )
 from lightning_pipe.runtime.call import StageOutput
+from lightning_pipe.runtime.distributed_tensors import whole
 from lightning_pipe.runtime.microbatch import find_batch_size
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.trainer_patches import before_dataloader_results
@@ -251,7 +252,7 @@ class _Recorder:
             # A metric that is no attribute of the module: `log` will say so when it is played.
             call.metric = options.get("metric_attribute") or self._names.get(id(value))
         elif isinstance(value, Tensor):
-            call.value = value.detach().clone()  # it may be a weight, and is sent later
+            call.value = whole(value.detach()).clone()  # it may be a weight, and is sent later
         size = options.get("batch_size") or self._size
         one = _Recorded(call, size, size)
         self._of_step.append(one)

@@ -9,6 +9,10 @@ them is kept for the replay. So generators are always where they would be withou
 that are not deferred, ``torch.manual_seed`` and ``fork_rng`` in between need no care.
 
 Tensors that code wants on the meta device itself are what they always are there: not deferred.
+
+A DTensor is deferred if this rank's part of it is. What ``parallelize_module`` and the like say to
+the other ranks that share a layer, to cut its tensors, is recorded as well and said later, by those
+that own it: they replay the same operations, so they meet.
 """
 
 from __future__ import annotations
@@ -21,14 +25,17 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_pipe.partition.operators import (
     base_name,
+    done_work,
     filled_tensors,
     gives_values,
+    is_collective,
     tensors_in,
     written_tensors,
 )
@@ -71,15 +78,16 @@ class DeferredTensors:
 
     def is_deferred(self, tensor: Tensor) -> bool:
         """Tell whether the tensor was left without values by this object."""
-        return self._tape.is_deferred(tensor)
+        return self._tape.is_deferred(_local_part(tensor))
 
     def device(self, tensor: Tensor) -> torch.device:
         """Tell where a deferred tensor is going to be."""
-        return self._tape.device(tensor)
+        return self._tape.device(_local_part(tensor))
 
-    def values(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+    def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Make deferred tensors as they would be by now (see `Tape.values`)."""
-        return self._tape.values(tensors)
+        values = self._tape.values(map(_local_part, tensors))
+        return [_like(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
 
     def real(self, tensor: Tensor) -> Tensor:
         """Make a tensor if it is deferred."""
@@ -96,11 +104,25 @@ class DeferredTensors:
         if self._tape.is_running or not concerns or _is_meta(kwargs.get("device")):
             self._spare_constants(written)
             return function(*args, **kwargs)
-        if gives_values(function):
+        if gives_values(function) and not is_collective(function):
             return self._run(function, args, kwargs)
         if written and not all(map(self.is_deferred, written)):
             return self._write_into_real(function, args, kwargs, written)
+        if is_collective(function):
+            return self._defer_collective(function, args, kwargs, written)
         return self._defer(function, args, kwargs, makes, written)
+
+    def _defer_collective(
+        self, function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], written: Any
+    ) -> Any:
+        if not written:
+            raise MisconfigurationException(
+                f"configure_model calls {function} on tensors that it has made. They have no "
+                "values yet: a rank gives them to those of its own layers, afterwards."
+            )
+        device = self._tape.device(written[0])
+        self._record(function, args, kwargs, False, device, written, {}, None)
+        return args[0], done_work()
 
     def _defer(
         self,
@@ -273,6 +295,11 @@ class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            if _draws_part(func, args) and self._tensors.is_deferred(args[0]):
+                with self:
+                    return _draw_whole(func, args[0], args[1:], kwargs or {})
+            return NotImplemented  # then the operations on its parts are seen
         with torch._C.DisableTorchFunction():
             return self._tensors.call(func, args, kwargs or {})
 
@@ -309,6 +336,39 @@ class _FunctionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             tensors.meta_means = _META
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: all, or its part of a DTensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """The tensor itself, or a DTensor like another one."""
+    if not isinstance(tensor, DTensor):
+        return local
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _draws_part(function: OpOverload, args: Sequence[Any]) -> bool:
+    """Tell whether random numbers are to fill this rank's part of a tensor."""
+    is_random = torch.Tag.nondeterministic_seeded in function.tags
+    return is_random and isinstance(args[0], DTensor) and bool(filled_tensors(function, args[:1]))
+
+
+def _draw_whole(
+    function: OpOverload, tensor: DTensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    """Fill this rank's part with what one device would draw there; else all parts were equal."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    function(whole, *args, **kwargs)
+    mesh, copies = tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim
+    drawn = DTensor.from_local(whole, mesh, copies, run_check=False)
+    tensor._local_tensor.copy_(drawn.redistribute(placements=tensor.placements)._local_tensor)
+    return tensor
 
 
 def _is_meta(device: Any) -> bool:

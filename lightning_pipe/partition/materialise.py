@@ -37,11 +37,11 @@ def materialise(root: nn.Module, deferred: DeferredTensors) -> None:
     memo: dict[int, Tensor] = {}
     for module in root.modules():  # an absent layer may hold one that is tied to one of these
         for name, tensor in list(own_tensors(module)):
-            if id(tensor) in twins and tensor.is_meta:
+            if id(tensor) in twins and deferred.is_deferred(tensor):
                 exchange(module, name, tensor, twins[id(tensor)], memo)
 
     def made(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_meta:
+        if isinstance(leaf, Tensor) and deferred.is_deferred(leaf):
             return memo.get(id(leaf), twins.get(id(leaf), leaf))
         return leaf
 

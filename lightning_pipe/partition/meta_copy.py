@@ -12,6 +12,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixi
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
@@ -62,7 +63,16 @@ def _replacements(name: str, value: Any) -> Iterator[tuple[int, Any]]:
     if not other:
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
-                yield id(leaf), empty_twin(leaf, _META)
+                yield id(leaf), _twin(leaf)
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    """An empty one; of a DTensor a whole one, as hooks give a layer DTensors for its input."""
+    if not isinstance(tensor, DTensor):
+        return empty_twin(tensor, _META)
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
 
 
 def left_out(name: str, value: Any) -> Iterator[tuple[int, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+_C10D: Any = torch._C._distributed_c10d
 # What they fill does not matter to them, nor how many random numbers they draw.
 _FILLS = {
     *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"),
@@ -20,8 +21,12 @@ _FILLS = {
 _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # Operations whose schema does not say that they change these arguments.
 _CHANGED_SILENTLY = {
-    name: ("running_mean", "running_var")
-    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    **{
+        name: ("running_mean", "running_var")
+        for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    },
+    "scatter_": ("output_tensors",),  # those of `torch.distributed`
+    **{name: ("tensors",) for name in ("broadcast_", "allreduce_")},
 }
 
 
@@ -40,6 +45,25 @@ def gives_values(function: OpOverload) -> bool:
     """Tell whether what it returns says something about the values in its arguments."""
     returns_tensors = all("Tensor" in str(result.type) for result in function._schema.returns)
     return bool(_VALUE_TAGS & set(function.tags)) or not returns_tensors
+
+
+def is_collective(function: OpOverload) -> bool:
+    """Tell whether processes run it together, in place: what `torch.distributed` calls."""
+    return function.namespace == "c10d"
+
+
+def done_work() -> Any:
+    """Return what a collective operation returns to be waited for, when there is nothing to do."""
+    done = torch.futures.Future[None]()
+    done.set_result(None)
+    return _C10D._create_work_from_future(done).boxed()
+
+
+def wait_for(returned: Any) -> None:
+    """Wait for a collective operation that returned this."""
+    for leaf in tree_leaves(returned):
+        if isinstance(leaf, torch.ScriptObject):
+            _C10D.Work.unbox(leaf).wait()
 
 
 def written_tensors(

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipe.partition.freed_memory import FreedMemory
+from lightning_pipe.partition.operators import is_collective, wait_for
 
 _KEPT_BYTES = 2**24  # of what is freed while tensors are recorded or made
 
@@ -171,6 +172,8 @@ class Tape:
                 returned = operation.function(*args, **kwargs)
             finally:
                 generator.set_state(now)
+        if is_collective(operation.function):
+            wait_for(returned)
         leaves = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
         for index, view in operation.outputs.items():
             if view.storage in storages:  # a second output that shares memory with another one

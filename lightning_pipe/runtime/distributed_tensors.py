@@ -8,6 +8,7 @@ classes, to which the step applies a loss under ``loss_parallel()``.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -55,9 +56,9 @@ class _InParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        context = loss_parallel()
-        context.__enter__()
-        Variable._execution_engine.queue_callback(lambda: context.__exit__(None, None, None))
+        until_the_end = ExitStack()
+        until_the_end.enter_context(loss_parallel())
+        Variable._execution_engine.queue_callback(until_the_end.close)
         return gradient
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -102,21 +99,3 @@ def make_mesh(device: torch.device, grid: Grid) -> DeviceMesh:
     """
     sizes = (grid.pipeline, grid.data, grid.tensor)
     return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-
-
-@contextmanager
-def on_loopback(num_nodes: int) -> Iterator[None]:
-    """Inside, new gloo groups of a single machine talk over the loopback interface.
-
-    gloo would look for the interface of the host's name, which may not resolve, and would listen
-    to the network. ``GLOO_SOCKET_IFNAME`` wins if the user has set it.
-    """
-    names = {name for _, name in socket.if_nameindex()}
-    if num_nodes > 1 or "GLOO_SOCKET_IFNAME" in os.environ or "lo" not in names:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
-        yield
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
