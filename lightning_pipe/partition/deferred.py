@@ -25,11 +25,16 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_pipe.partition.deferred_parts import (
+    draw_whole,
+    draws_part,
+    dtensor_like,
+    local_part,
+)
 from lightning_pipe.partition.operators import (
     base_name,
     done_work,
@@ -78,16 +83,16 @@ class DeferredTensors:
 
     def is_deferred(self, tensor: Tensor) -> bool:
         """Tell whether the tensor was left without values by this object."""
-        return self._tape.is_deferred(_local_part(tensor))
+        return self._tape.is_deferred(local_part(tensor))
 
     def device(self, tensor: Tensor) -> torch.device:
         """Tell where a deferred tensor is going to be."""
-        return self._tape.device(_local_part(tensor))
+        return self._tape.device(local_part(tensor))
 
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Make deferred tensors as they would be by now (see `Tape.values`)."""
-        values = self._tape.values(map(_local_part, tensors))
-        return [_like(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
+        values = self._tape.values(map(local_part, tensors))
+        return [dtensor_like(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
 
     def real(self, tensor: Tensor) -> Tensor:
         """Make a tensor if it is deferred."""
@@ -296,9 +301,9 @@ class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            if _draws_part(func, args) and self._tensors.is_deferred(args[0]):
+            if draws_part(func, args) and self._tensors.is_deferred(args[0]):
                 with self:
-                    return _draw_whole(func, args[0], args[1:], kwargs or {})
+                    return draw_whole(func, args[0], args[1:], kwargs or {})
             return NotImplemented  # then the operations on its parts are seen
         with torch._C.DisableTorchFunction():
             return self._tensors.call(func, args, kwargs or {})
@@ -336,39 +341,6 @@ class _FunctionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             tensors.meta_means = _META
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: all, or its part of a DTensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _like(tensor: Tensor, local: Tensor) -> Tensor:
-    """The tensor itself, or a DTensor like another one."""
-    if not isinstance(tensor, DTensor):
-        return local
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
-def _draws_part(function: OpOverload, args: Sequence[Any]) -> bool:
-    """Tell whether random numbers are to fill this rank's part of a tensor."""
-    is_random = torch.Tag.nondeterministic_seeded in function.tags
-    return is_random and isinstance(args[0], DTensor) and bool(filled_tensors(function, args[:1]))
-
-
-def _draw_whole(
-    function: OpOverload, tensor: DTensor, args: Sequence[Any], kwargs: dict[str, Any]
-) -> DTensor:
-    """Fill this rank's part with what one device would draw there; else all parts were equal."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    function(whole, *args, **kwargs)
-    mesh, copies = tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim
-    drawn = DTensor.from_local(whole, mesh, copies, run_check=False)
-    tensor._local_tensor.copy_(drawn.redistribute(placements=tensor.placements)._local_tensor)
-    return tensor
 
 
 def _is_meta(device: Any) -> bool:

@@ -117,10 +117,10 @@ def _is_size(node: Any) -> bool:
 def _describe(leaf: Any) -> TensorSpec | str | None:
     if isinstance(leaf, DTensor):
         raise MisconfigurationException(
-            f"A stage returned a DTensor ({leaf.placements} of a mesh over {leaf.device_mesh}), "
-            "but stages exchange plain tensors, as each tensor-parallel rank has them. Let the "
-            "layer return one: `output_layouts=Replicate()` and `use_local_output=True` in the "
-            "style that parallelises its last module, or `.full_tensor()` or `.to_local()`."
+            f"A stage returned a DTensor with placements {leaf.placements} on {leaf.device_mesh}, "
+            "but stages exchange plain tensors: what each tensor-parallel rank has. Let the layer "
+            "return one: `output_layouts=Replicate()` and `use_local_output=True` in the style "
+            "that parallelises its last module, or `.full_tensor()` or `.to_local()`."
         )
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided or leaf.is_meta:

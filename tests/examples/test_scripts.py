@@ -81,6 +81,15 @@ def test_train_pipedream(run_script: RunScript, examples: Path, tmp_path: Path) 
     assert logged.count("val_loss") == 2
 
 
+def test_tensor_parallel(run_script: RunScript, examples: Path, tmp_path: Path) -> None:
+    output = run_script(examples / "tensor_parallel.py")
+    loss = re.search(r"^validation loss: ([\d.]+) nats per byte$", output, re.MULTILINE)
+    assert loss is not None, output
+    assert float(loss[1]) < 4.0  # it begins at log(256), about 5.5
+    assert "parameters in the file: 134400" in output
+    assert (tmp_path / "tensor_parallel.ckpt").is_file()
+
+
 @pytest.mark.timeout(400)
 def test_compare_schedules(run_script: RunScript, examples: Path, tmp_path: Path) -> None:
     from compare_schedules import HEADER, SCHEDULES

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from trainer.lit import Options, trainer
+from trainer.lit import Options, numbers, trainer
 
 from .models import SAMPLES, Shares
 
-VOCABULARY, TIME, WIDTH, HEADS, DEPTH = 12, 5, 8, 4, 3
+VOCABULARY, TIME, WIDTH, HEADS, DEPTH = 12, 5, 8, 4, 2
 
 
 class Attention(nn.Module):
@@ -71,12 +74,14 @@ def build(dropout: float) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, head)
 
 
-def distribute(model: nn.Sequential, mesh: DeviceMesh) -> None:
+def distribute(model: nn.Sequential, mesh: DeviceMesh, cut_scores: bool) -> None:
     embedding, *blocks, head = model
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
     for block in blocks:
         parallelize_module(block, mesh, BLOCK)
-    parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    layout = Shard(-1) if cut_scores else Replicate()
+    style = ColwiseParallel(output_layouts=layout, use_local_output=not cut_scores)
+    parallelize_module(head, mesh, style)
 
 
 class Sharded(L.LightningModule):
@@ -85,9 +90,19 @@ class Sharded(L.LightningModule):
     Args:
         dropout: In the blocks.
         early: Whether the layers are built before the mesh is there.
+        loss_parallel: Whether each rank has the scores of some tokens.
+        starts_late: Whether layers start from numbers that are drawn when they are cut already.
+        tied: Whether the last layer has the weight of the first.
     """
 
-    def __init__(self, dropout: float = 0.0, early: bool = False) -> None:
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        early: bool = False,
+        loss_parallel: bool = False,
+        starts_late: bool = False,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.bias = nn.Parameter(torch.zeros(VOCABULARY))  # outside of all layers
@@ -100,7 +115,15 @@ class Sharded(L.LightningModule):
                 return
             self.model = build(self.hparams.dropout)
         if self.device_mesh is not None and self.device_mesh["tensor_parallel"].size() > 1:
-            distribute(self.model, self.device_mesh["tensor_parallel"])
+            mesh = self.device_mesh["tensor_parallel"]
+            distribute(self.model, mesh, self.hparams.loss_parallel)
+        if self.hparams.tied:
+            self.model[-1].weight = self.model[0].weight
+        if self.hparams.starts_late:
+            for module in self.model.modules():
+                if isinstance(module, nn.Linear):
+                    module.reset_parameters()
+                    nn.init.trunc_normal_(module.weight, std=0.3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self._loss(batch)
@@ -112,13 +135,16 @@ class Sharded(L.LightningModule):
 
     def _loss(self, batch: Any) -> Tensor:
         tokens, following = batch
-        scores = self.model(tokens) + (self.bias if not self._is_continuous else 0.0)
-        return F.cross_entropy(scores.flatten(0, 1), following.flatten())
-
-    @property
-    def _is_continuous(self) -> bool:
-        """PipeDream refuses what is outside of the layers."""
-        return not self.bias.requires_grad
+        scores = self.model(tokens)
+        if self.bias.requires_grad:  # PipeDream takes no parameter outside of the layers
+            if isinstance(scores, DTensor):
+                bias = DTensor.from_local(self.bias, scores.device_mesh, [Replicate()])
+                scores = scores + bias
+            else:
+                scores = scores + self.bias
+        cut = isinstance(scores, DTensor)  # not on one device, nor in evaluation
+        with loss_parallel() if cut else nullcontext():
+            return F.cross_entropy(scores.flatten(0, 1), following.flatten())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=0.1)
@@ -170,5 +196,56 @@ def fit(
     L.seed_everything(3, verbose=False)
     module = Sharded(**model)
     module.bias.requires_grad_(not frozen_bias)
-    trainer(pipeline, use_distributed_sampler=False, **options).fit(module)
+    short_trainer(pipeline, **options).fit(module)
     return weights(module)
+
+
+def short_trainer(pipeline: Options | None, **options: Any) -> L.Trainer:
+    """Few steps: an operation on a DTensor takes long on a CPU."""
+    if pipeline is not None and not pipeline.get("schedule", "").startswith("pipedream"):
+        pipeline = {"num_microbatches": 2, **pipeline}
+    options = {"max_epochs": 1, "limit_train_batches": 3, "limit_val_batches": 1, **options}
+    return trainer(pipeline, use_distributed_sampler=False, **options)
+
+
+def fit_and_save(pipeline: Options | None, path: Path) -> dict[str, Tensor]:
+    L.seed_everything(3, verbose=False)
+    module = Sharded()
+    run = short_trainer(pipeline)
+    run.fit(module)
+    run.save_checkpoint(path)
+    return weights(module)
+
+
+def resume(pipeline: Options | None, path: Path) -> dict[str, Tensor]:
+    L.seed_everything(4, verbose=False)
+    module = Sharded()
+    short_trainer(pipeline, max_epochs=2).fit(module, ckpt_path=path)
+    return weights(module)
+
+
+def run_after_run(pipelines: list[Options | None]) -> dict[str, Any]:
+    """Train one module with one partition after the other."""
+    L.seed_everything(7, verbose=False)
+    module = Sharded()
+    after = []
+    for pipeline in pipelines:
+        run = short_trainer(pipeline)
+        run.fit(module)
+        after.append(weights(module))
+    (validated,) = run.validate(module, verbose=False)
+    return {"after": after, "validated": numbers(validated)}
+
+
+def parts_in_memory(pipeline: Options) -> dict[str, Any]:
+    """By parameter, the shape of this rank's part when training begins; None, if it is absent."""
+    found: dict[str, Any] = {}
+
+    class Looking(Sharded):
+        def on_fit_start(self) -> None:
+            for name, tensor in self.model.named_parameters():
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                found[name] = None if local.is_meta else tuple(local.shape)
+
+    short_trainer(pipeline, max_steps=1).fit(Looking())
+    return found
