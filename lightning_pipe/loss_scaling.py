@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from lightning_pipe.runtime.reduction import local_part
 
 
 def scaler_of(precision: Precision) -> torch.amp.GradScaler | None:
@@ -15,6 +20,20 @@ def scaler_of(precision: Precision) -> torch.amp.GradScaler | None:
     if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
         return scaler
     return None
+
+
+class _Scaler(ShardedGradScaler):
+    """Looks at this rank's parts of gradients: torch's does not mix DTensors with others."""
+
+    def _unscale_grads_(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        parts = [
+            SimpleNamespace(grad=local_part(parameter.grad))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        whole = SimpleNamespace(param_groups=[{"params": parts}])
+        return super()._unscale_grads_(whole, *args, **kwargs)  # type: ignore[arg-type]
 
 
 class SharedScaler:
@@ -33,7 +52,7 @@ class SharedScaler:
         own = scaler_of(precision)
         assert own is not None
         self._precision, self._own = precision, own
-        self._shared = ShardedGradScaler(
+        self._shared = _Scaler(
             device.type,
             own.get_scale(),
             own.get_backoff_factor(),

@@ -40,6 +40,8 @@ class Division:
         if stage == 2:
             self._gradients = GradientShards(shared.of_stage, self._owners, shared.replicas)
             self._on_one_replica.update(divided)
+        if stage == 3:
+            shared.of_stage.clear()  # whole parameters, of which only parts stay in memory
         self._optimizer: OptimizerShards | None = None
 
     @property

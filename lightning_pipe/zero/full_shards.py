@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
@@ -43,6 +44,7 @@ class FullShards:
             divided = [m for m in layers if any(p not in kept for p in m.parameters())]
             self._stages[stage] = divided
             for layer in divided:
+                _refuse_hooks(layer)
                 self._classes[layer] = type(layer)
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, ignored_params=kept)
                 # Losses are divided by the samples of all replicas: sums are means already.
@@ -94,6 +96,16 @@ class FullShards:
     @property
     def _layers(self) -> Iterator[Any]:
         return (layer for layers in self._stages.values() for layer in layers)
+
+
+def _refuse_hooks(layer: nn.Module) -> None:
+    for name, parameter in layer.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise MisconfigurationException(
+                f"A parameter {name!r} of shape {tuple(parameter.shape)} has gradient hooks, and "
+                "with zero_stage=3 its parts take its place, which have none. Use the hook "
+                "`on_before_optimizer_step`, or zero_stage=2."
+            )
 
 
 def _forget(layer: Any) -> None:

@@ -82,17 +82,16 @@ class OptimizerShards:
 
         So does a state that is loaded, which torch converts to what its parameter is.
         """
-        groups = self._optimizer.param_groups
-        before = [group["params"] for group in groups]
-        state = self._optimizer.state
-        for group in groups:
+        before = [group["params"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
             group["params"] = [self._exchange(parameter) for parameter in group["params"]]
         try:
             yield
         finally:
-            for group, parameters in zip(groups, before, strict=True):
+            # Loading has made new groups, and a new state.
+            for group, parameters in zip(self._optimizer.param_groups, before, strict=True):
                 group["params"] = parameters
-            state = self._optimizer.state  # loading makes a new one
+            state = self._optimizer.state
             for parameter, master in self._masters.items():
                 master.grad = None
                 if master in state:

@@ -33,10 +33,12 @@ class Overflow(nn.Module):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(WIDTH))
         self.overflows = False
-        self.bias.register_hook(lambda grad: grad * float("inf") if self.overflows else grad)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias
+        bias = self.bias.clone()
+        if bias.requires_grad and self.overflows:
+            bias.register_hook(lambda gradient: gradient * float("inf"))
+        return x + bias
 
 
 class Overflowing(Classifier):
