@@ -11,7 +11,12 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -78,6 +83,12 @@ def check_arguments(arguments: dict[str, Any]) -> None:
             f"PipelineStrategy(num_microbatches={count!r}): expected 'auto' or a number from 1."
         )
     _check_activations(arguments)
+    if arguments["partition"] == "time" and arguments["tensor_parallel_size"] != 1:
+        raise MisconfigurationException(
+            "PipelineStrategy(partition='time') with tensor_parallel_size="
+            f"{arguments['tensor_parallel_size']}: layers are measured on one rank, but need "
+            "several. Use 'parameters', 'uniform' or a list of layers."
+        )
     check_schedule(schedule, count, arguments["stages_per_rank"], num_ranks=None)
     check_zero(schedule, arguments["zero_stage"], arguments["reshard_after_forward"])
     try:
@@ -216,6 +227,34 @@ def problems_of_trainer(trainer: Trainer) -> Iterator[str]:
             "messages of the pipeline are under way, which lets torch crash the process. Use "
             "Trainer(profiler=PyTorchProfiler(schedule=None)), or profiler='simple'."
         )
+
+
+def check_replicas(
+    trainer: Trainer, num_replicas: int, zero_stage: int, syncs_batchnorm: bool
+) -> None:
+    """Check what replicas cannot do together.
+
+    Args:
+        trainer: Which is about to run.
+        num_replicas: How many.
+        zero_stage: What they divide.
+        syncs_batchnorm: Whether the Trainer was asked for that.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    if num_replicas > 1 and syncs_batchnorm:
+        raise MisconfigurationException(
+            "Trainer(sync_batchnorm=True) with several replicas: torch's SyncBatchNorm needs one "
+            "GPU for each rank and NCCL. Leave it out: statistics are then those of a replica, "
+            "and rank 0's are saved; or use LayerNorm or GroupNorm."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if zero_stage == 3 and isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} with zero_stage=3: it averages whole parameters, of "
+                "which a replica has a part only. Use zero_stage=2."
+            )
 
 
 def check_accumulation(num_batches: int) -> None:
@@ -375,8 +414,7 @@ def _check_sizes(arguments: dict[str, Any]) -> None:
         alternative = "" if name == "tensor_parallel_size" else ", or 'auto'"
         if not (size == "auto" and alternative) and (not isinstance(size, int) or size < 1):
             raise MisconfigurationException(
-                f"PipelineStrategy({name}={size!r}): expected a number from 1"
-                f"{alternative}."
+                f"PipelineStrategy({name}={size!r}): expected a number from 1{alternative}."
             )
     if arguments["data_parallel_size"] == arguments["pipeline_parallel_size"] == "auto":
         raise MisconfigurationException(

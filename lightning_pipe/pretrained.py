@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHOWN = 8  # names in an error
@@ -84,12 +85,22 @@ def load_safetensors(
     unexpected = [name for name in found if name not in tensors]
     wanted = {name: found[name] for name in tensors if name in found}
     _refuse_shapes(wanted, tensors)
+    _refuse_parts(wanted, tensors)
     if strict and (missing or unexpected):
         raise MisconfigurationException(_misfit(module, paths, missing, unexpected))
     with torch.no_grad():
         for name, entry in wanted.items():
             _load(tensors[name], entry)
     return LoadedNames(tuple(missing), tuple(unexpected))
+
+
+def _refuse_parts(wanted: Mapping[str, _Entry], tensors: Mapping[str, Tensor]) -> None:
+    for name in wanted:
+        if isinstance(tensors[name], DTensor):
+            raise MisconfigurationException(
+                f"load_safetensors: {name!r} is cut already, into parts for several ranks. Load "
+                "before `parallelize_module`, which then cuts what was read."
+            )
 
 
 def _load(tensor: Tensor, entry: _Entry) -> None:

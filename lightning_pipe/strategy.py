@@ -39,7 +39,7 @@ from lightning_pipe.evaluation import PipelineEvaluation
 from lightning_pipe.failure import FailureGuard
 from lightning_pipe.layer_times import LayerTimes
 from lightning_pipe.loss_scaling import SharedScaler, scaler_of
-from lightning_pipe.partition import DeferredTensors
+from lightning_pipe.partition import DeferredTensors, has_deferred
 from lightning_pipe.process_launcher import ProcessLauncher
 from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.programs import Timing
@@ -254,10 +254,14 @@ class PipelineStrategy(PipelineProcesses):
         checks.check_precision(self.precision_plugin, settings.schedule, settings.weight_stashing)
         checks.check_module(module, module.trainer.state.fn == TrainerFn.FITTING)
         checks.check_trainer(module.trainer)
+        checks.check_replicas(
+            module.trainer, self.grid.data, self._zero_stage, self._layer_sync is not None
+        )
         checks.check_checkpoint_io(self.checkpoint_io, self._saves_distributed_checkpoint)
         with self._gloo_interface():
             _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
-            self._mesh = self._mesh or make_mesh(torch.device("cpu"), self.grid)
+            by_layers = self.grid.tensor > 1 or self._zero_stage == 3
+            self._mesh = self._mesh or make_mesh(self.root_device, self.grid, by_layers)
             module._device_mesh = self._mesh
             pipelines = self.grid.pipelines()
             self._transport = GlooTransport(pipelines, self.root_device, self._timeout)
@@ -448,6 +452,8 @@ class PipelineStrategy(PipelineProcesses):
                     self._groups.close()
         if self._layer_times is not None:  # the calling process of forked ranks has none
             self._layer_times.give_back()
+        if self._assembly is None and has_deferred(self.lightning_module):
+            self._lightning_module = None  # it cannot be moved: an error has stopped its making
         super().teardown()
 
     # ------------------------------------------------------------------------------------- training

@@ -1,6 +1,6 @@
 """Find the layers of a model, decide where to cut, and build one rank's part of it."""
 
-from lightning_pipe.partition.absent import absent, is_absent, present
+from lightning_pipe.partition.absent import absent, has_deferred, is_absent, present
 from lightning_pipe.partition.balance import balance, partition, uniform
 from lightning_pipe.partition.build import (
     outside_buffers,
@@ -41,6 +41,7 @@ __all__ = [
     "balance",
     "check_glue",
     "find_layers",
+    "has_deferred",
     "is_absent",
     "keyword_names",
     "materialise",

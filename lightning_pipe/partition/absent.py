@@ -75,6 +75,12 @@ def is_absent(layer: nn.Module) -> bool:
     return isinstance(layer, AbsentLayer)
 
 
+def has_deferred(module: nn.Module | None) -> bool:
+    """Tell whether a tensor has no memory although its module lives here."""
+    modules = [] if module is None else list(module.modules())
+    return any(t.is_meta for m in modules if not is_absent(m) for _, t in own_tensors(m))
+
+
 def absent(
     layer: nn.Module,
     name: str,

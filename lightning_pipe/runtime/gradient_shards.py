@@ -94,7 +94,9 @@ class StageGradients:
         self._under_way: deque[tuple[Pending, _Bucket, Tensor]] = deque()
         self._next = len(self._buckets)  # to be sent; no backward is running
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._take) for p in parameters if p.requires_grad
+            p.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            for p in parameters
+            if p.requires_grad
         ]
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -88,14 +89,21 @@ class Grid:
         return place + (f", tensor rank {self.tensor_rank}" if self.tensor > 1 else "")
 
 
-def make_mesh(device: torch.device, grid: Grid) -> DeviceMesh:
+def make_mesh(device: torch.device, grid: Grid, for_layers: bool = False) -> DeviceMesh:
     """The mesh of the whole world, pipeline outermost. Collective.
 
     Lightning users find the other two axes under these names in ``self.device_mesh``.
 
     Args:
-        device: Of this rank; its type is the mesh's.
+        device: Of this rank.
         grid: Of the world.
+        for_layers: Whether layers communicate over it. On GPUs they do so by NCCL, and all else is
+            staged through the host, by gloo.
     """
     sizes = (grid.pipeline, grid.data, grid.tensor)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    if not for_layers or device.type != "cuda":
+        return init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+    between_layers: dict[Any, Any] = dict.fromkeys(AXES[1:], "nccl")
+    return init_device_mesh(
+        device.type, sizes, mesh_dim_names=AXES, backend_override=between_layers
+    )

@@ -46,10 +46,11 @@ class FullShards:
             for layer in divided:
                 _refuse_hooks(layer)
                 self._classes[layer] = type(layer)
+                divided_layer: Any = layer
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, ignored_params=kept)
                 # Losses are divided by the samples of all replicas: sums are means already.
-                layer.set_gradient_divide_factor(1.0)
-                layer.set_force_sum_reduction_for_comms(True)
+                divided_layer.set_gradient_divide_factor(1.0)
+                divided_layer.set_force_sum_reduction_for_comms(True)
 
     def before_backward(self, stage: int, last: bool) -> None:
         """A backward of a stage begins.

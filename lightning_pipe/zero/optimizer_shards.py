@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -64,7 +65,11 @@ class OptimizerShards:
         self._step: Callable[[], Any] = optimizer.step
         for parameter in [p for p in optimizer.state if not self.is_own(p)]:
             del optimizer.state[parameter]  # Adagrad, for one, begins with states
-        optimizer.__dict__["step"] = self._step_on_share
+
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self._step_on_share(closure)
+
+        optimizer.__dict__["step"] = MethodType(step, optimizer)  # which schedulers may wrap
 
     def close(self) -> None:
         """Give the optimizer its own step back."""
@@ -116,7 +121,7 @@ class OptimizerShards:
             self._optimizer.state[master] = self._optimizer.state.pop(parameter)
         return master
 
-    def _step_on_share(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step_on_share(self, closure: Callable[[], Any] | None) -> Any:
         result = None
         if closure is not None:
             with torch.enable_grad():

@@ -8,13 +8,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import AUROC, MeanMetric
-from trainer.lit import Options, numbers, samples, trainer, weights
+from trainer.lit import Options, assert_equal_weights, numbers, samples, trainer, weights
 from trainer.ranks import Ranks
 
-from .models import Dealt, DealtOut, Inside, replica_of
+from .models import Dealt, DealtOut, Inside, fit, replica_of
 
 TWO = {"data_parallel_size": 2}
 
@@ -181,12 +182,12 @@ class FailsOnOne(Dealt):
         return loss
 
 
-def fail(pipeline: Options) -> None:
+def break_down(pipeline: Options) -> None:
     trainer(pipeline, use_distributed_sampler=False).fit(FailsOnOne())
 
 
 def test_when_a_rank_of_a_replica_fails_all_end_with_its_report(ranks: Ranks) -> None:
-    errors = ranks.run(4, error_of, fail, TWO, timeout=20)
+    errors = ranks.run(4, error_of, break_down, TWO, timeout=20)
     assert all("a replica is broken" in error for error in errors), errors
 
 
@@ -230,5 +231,51 @@ def test_a_replica_that_stops_by_itself_is_an_error(ranks: Ranks) -> None:
     ],
 )
 def test_what_cannot_work_is_refused(ranks: Ranks, pipeline: Options, message: str) -> None:
-    errors = ranks.run(4, error_of, fail, pipeline, timeout=20)
+    errors = ranks.run(4, error_of, break_down, pipeline, timeout=20)
     assert all(message in error for error in errors), errors
+
+
+def average(pipeline: Options | None, options: Options) -> dict[str, Tensor]:
+    given = {"max_epochs": 3, **options}
+    if averages := given.pop("averages", None):
+        rates = {"swa_lrs": given.pop("swa_lrs")} if "swa_lrs" in given else {}
+        given["callbacks"] = averages(**rates)
+    return fit(Dealt, pipeline, given)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "options", "message"),
+    [
+        (TWO, {"sync_batchnorm": True}, "SyncBatchNorm needs one"),
+        (
+            TWO | {"zero_stage": 3},
+            {"averages": EMAWeightAveraging},
+            "averages whole parameters",
+        ),
+    ],
+)
+def test_what_replicas_cannot_do_is_refused(
+    ranks: Ranks, pipeline: Options, options: Options, message: str
+) -> None:
+    errors = ranks.run(4, error_of, average, pipeline, options, timeout=20)
+    assert all(message in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"averages": EMAWeightAveraging},
+        {"averages": StochasticWeightAveraging, "swa_lrs": 1e-2},
+    ],
+    ids=["EMA", "SWA"],
+)
+def test_averages_of_replicas_are_those_of_one_device(ranks: Ranks, options: Options) -> None:
+    (expected,) = ranks.run(1, average, None, options)
+    whole, *_ = ranks.run(4, average, TWO | {"zero_stage": 1}, options)
+    assert_equal_weights(whole, expected)
+
+
+def test_a_partition_by_time_is_the_same_on_all_replicas(ranks: Ranks) -> None:
+    (expected,) = ranks.run(1, fit, Dealt, None)
+    whole, *_ = ranks.run(4, fit, Dealt, TWO | {"partition": "time"})
+    assert_equal_weights(whole, expected)
