@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -93,22 +94,23 @@ class StageGradients:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._under_way: deque[tuple[Pending, _Bucket, Tensor]] = deque()
         self._next = len(self._buckets)  # to be sent; no backward is running
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
-            for p in parameters
-            if p.requires_grad
-        ]
+        self._handles: dict[nn.Parameter, Any] = {}
 
     def close(self) -> None:
         """Leave the parameters alone."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
     def begin(self) -> None:
         """A micro-batch's backward begins."""
         self._next = 0
         for bucket in self._buckets:
-            bucket.missing = sum(parameter.requires_grad for parameter in bucket.parameters)
+            trained = [parameter for parameter in bucket.parameters if parameter.requires_grad]
+            bucket.missing = len(trained)
+            for parameter in trained:
+                if parameter not in self._handles:  # it may have been unfrozen
+                    hook: Any = parameter.register_post_accumulate_grad_hook
+                    self._handles[parameter] = hook(self._take)
 
     def end(self) -> None:
         """It has ended: what is left is sent, and all that was sent has arrived."""

@@ -155,3 +155,20 @@ def test_all_replicas_skip_the_same_updates(ranks: Ranks, zero_stage: int) -> No
     results = ranks.run(4, fit_scaled, pipeline, options)
     torch.testing.assert_close(results[0][0], expected, rtol=0, atol=ROUNDING)
     assert all(own == scales for _, own in results)
+
+
+class Thawing(Dealt):
+    """Freezes a layer in its first epoch, and another one from the second on."""
+
+    def on_train_epoch_start(self) -> None:
+        first = self.current_epoch == 0
+        self.model[4].requires_grad_(not first)
+        self.model[6].requires_grad_(first)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_parameters_may_be_frozen_and_unfrozen(ranks: Ranks, zero_stage: int) -> None:
+    (expected,) = ranks.run(1, fit, Thawing, None, CLIPPED)
+    pipeline = {"data_parallel_size": 2, "zero_stage": zero_stage}
+    whole, *_ = ranks.run(4, fit, Thawing, pipeline, CLIPPED)
+    assert_equal_weights(whole, expected)
