@@ -162,6 +162,7 @@ class Assembly:
         """
         now = find_layers(self._root, self._settings.module)
         checks.check_unchanged(self._parameters, _parameters_of(now))
+        self._parameters = {}  # with ZeRO-3 only parts of them stay in memory
         with torch.no_grad():
             for buffer in outside_buffers(self._root, self._found):
                 dist.broadcast(buffer.data, src=0)

@@ -55,7 +55,11 @@ def num_parts(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
-    return prod(mesh.size(axis) for axis, p in enumerate(tensor.placements) if p.is_shard())
+    return prod(
+        mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()  # torch has more than one way to cut
+    )
 
 
 def whole_terms(gradient: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ def test_there_are_files_to_look_at():
                 "lightning_pipe.planning",
                 "lightning_pipe.schedule",
                 "lightning_pipe.partition.profile",
+                "lightning_pipe.runtime.mesh",
             ],
         ),
         ("views", ["lightning_pipe.views", "lightning_pipe.schedule"]),

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from math import inf, isnan, sqrt
 from typing import Any, Literal
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,11 +22,16 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_pipe.checking.parity_records import Run
 from lightning_pipe.checking.parity_runs import Job, ParityError, Phase, Runs, run
+from lightning_pipe.checks import check_world
 
 __all__ = ["Difference", "ParityError", "ParityReport", "Precision", "compare_gradients"]
 
 Precision = Literal["64-true", "32-true"]
 
+TENSOR_PARALLEL = (
+    "Gradients cannot be compared with tensor_parallel_size above 1: the module distributes its "
+    "layers over a mesh, and one device has none. Compare without it (tensor_parallel_size=1)."
+)
 TOLERANCES: dict[Precision, float] = {"64-true": 1e-8, "32-true": 1e-4}
 _NAMED = 3  # layers that a note lists
 
@@ -65,7 +71,7 @@ class ParityReport:
         precision: Of all computations.
         num_microbatches: Into how many the batch was cut.
         differences: By parameter, the worst first.
-        loss: Of the pipeline, and of one device.
+        loss: Of the pipeline, and of one device; ``None`` if it was left out.
         logged: Values that both have logged, of the pipeline and of one device, by name.
         notes: What a reader should know, in sentences.
     """
@@ -76,7 +82,7 @@ class ParityReport:
     precision: Precision
     num_microbatches: int
     differences: tuple[Difference, ...]
-    loss: tuple[float, float]
+    loss: tuple[float, float] | None
     logged: dict[str, tuple[float, float]]
     notes: tuple[str, ...]
 
@@ -94,11 +100,12 @@ class ParityReport:
         bad = [d for d in self.differences if d.relative > self.tolerance]
         if self.is_equal:
             worst = self.differences[0].relative if self.differences else 0.0
+            and_loss = "" if self.loss is None else " and the loss"
             return (
-                f"The gradients of {len(self.differences)} parameters and the loss equal those of "
+                f"The gradients of {len(self.differences)} parameters{and_loss} equal those of "
                 f"{one_device}: the largest relative difference is {worst:.1e}."
             )
-        if not bad:
+        if not bad and self.loss is not None:
             return f"The loss is {self.loss[0]:.9g}; that of {one_device} is {self.loss[1]:.9g}."
         return (
             f"The gradients of {len(bad)} of {len(self.differences)} parameters differ from those "
@@ -144,7 +151,8 @@ def compare_gradients(
     Args:
         module: To train.
         data: A datamodule or a dataloader; left out where the module has a dataloader.
-        devices: Number of processes, all of them ranks of one pipeline.
+        devices: Number of processes, of all replicas together. The batch is divided among
+            replicas; what they log, each of its own share, is left out.
         accelerator: Of the Trainer.
         precision: Of the Trainer. In ``"64-true"`` rounding hides nothing.
         tolerance: Largest relative difference that counts as equal. By default 1e-8 in
@@ -156,17 +164,19 @@ def compare_gradients(
 
     Raises:
         ParityError: The pipeline, or one device, came to no result.
-        MisconfigurationException: An option cannot work.
+        MisconfigurationException: An option cannot work. Ranks that share layers cannot be compared
+            with one device, which has no mesh that the module could distribute its layers over.
     """
     from lightning_pipe import PipelineStrategy
 
-    PipelineStrategy(**strategy_options)  # refuses wrong ones here, not in another process
+    # Wrong options are refused here, not in another process.
+    grid = check_world(devices, *PipelineStrategy(**strategy_options)._sizes)
+    if grid.tensor > 1:
+        raise MisconfigurationException(TENSOR_PARALLEL)
     limit = TOLERANCES[precision] if tolerance is None else tolerance
-    job = Job(
-        module, data, devices, strategy_options, accelerator, precision, batch_size, time_limit
-    )
+    job = Job(module, data, grid, strategy_options, accelerator, precision, batch_size, time_limit)
     runs = run(job, functools.partial(agree, tolerance=limit), report)
-    return judge(runs, module, limit, precision)
+    return judge(runs, module, limit, precision, grid.data)
 
 
 def agree(ranks: Sequence[Run], reference: Run, tolerance: float) -> bool:
@@ -211,7 +221,11 @@ def compare(ranks: Sequence[Run], reference: Run, tolerance: float) -> list[Diff
 
 
 def judge(
-    runs: Runs, module: LightningModule, tolerance: float, precision: Precision
+    runs: Runs,
+    module: LightningModule,
+    tolerance: float,
+    precision: Precision,
+    replicas: int = 1,
 ) -> ParityReport:
     """Choose what the pipeline is to be compared with, and say why.
 
@@ -220,6 +234,7 @@ def judge(
         module: The user's, for names of layers.
         tolerance: See :func:`compare_gradients`.
         precision: See :func:`compare_gradients`.
+        replicas: Each of which had a share of the batch.
     """
     ranks, reference, notes = runs.ranks, runs.whole, []
     kind: Literal["batch", "micro-batches"] = "batch"
@@ -252,6 +267,9 @@ def judge(
             "(tensor.float(), dtype=torch.float32). Compare with precision='32-true' then."
         )
     last = ranks[-1]
+    if replicas > 1:
+        notes.append(_note_on_replicas(replicas, last.loss))
+        last.logged = {}
     logged = {
         name: (last.logged[name], value)
         for name, value in reference.logged.items()
@@ -264,7 +282,7 @@ def judge(
         precision,
         len(last.sizes),
         tuple(differences),
-        (last.loss, reference.loss),
+        None if last.loss is None or reference.loss is None else (last.loss, reference.loss),
         logged,
         (),
     )
@@ -280,9 +298,20 @@ def judge(
 def _are_equal(
     ranks: Sequence[Run], reference: Run, differences: Sequence[Difference], tolerance: float
 ) -> bool:
-    losses = [_relative(run.loss, reference.loss) for run in ranks]
+    losses = [
+        _relative(run.loss, reference.loss)
+        for run in ranks
+        if run.loss is not None and reference.loss is not None
+    ]
     # Not `any(... > tolerance)`: what is not a number is not equal.
     return all(off <= tolerance for off in (*losses, *(d.relative for d in differences)))
+
+
+def _note_on_replicas(replicas: int, loss: float | None) -> str:
+    left_out = "logged values, which each has of its own share"
+    if loss is None:
+        left_out += ", and the loss, since training_step returns weights of its own"
+    return f"{replicas} replicas had a share of the batch each. Not compared: {left_out}."
 
 
 def _relative(value: float, expected: float) -> float:

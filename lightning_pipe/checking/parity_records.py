@@ -20,6 +20,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_pipe.assembly import cut_batch
 from lightning_pipe.partition import find_layers
@@ -36,8 +37,9 @@ class Run:
 
     Attributes:
         gradients: By parameter that has memory and requires a gradient; nothing where backward
-            did not reach it.
-        loss: Of the batch.
+            did not reach it. What replicas divide is whole here, or on one of them only.
+        loss: Of the batch, or of this replica's share. ``None`` if replicas have no common one that
+            could be known: their steps gave weights of their own.
         logged: Values by name.
         stage_of: Stage of each parameter that is in a layer; empty on one device.
         first_layers: First layer of each stage of this rank.
@@ -45,7 +47,7 @@ class Run:
     """
 
     gradients: dict[str, Tensor | None]
-    loss: float
+    loss: float | None
     logged: dict[str, float]
     stage_of: dict[str, int] = field(default_factory=dict)
     first_layers: list[int] = field(default_factory=list)
@@ -85,7 +87,7 @@ class Recorder(Callback):
         self._name, self._directory, self._time_limit = name, directory, time_limit
         self._seed = seed
         self._updates: list[dict[str, Tensor | None]] = []
-        self._loss = float("nan")
+        self._loss: float | None = float("nan")
         self._sizes: list[int] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -111,12 +113,18 @@ class Recorder(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
-        """Copy the gradients; several times for a batch, if each micro-batch makes an update."""
+        """Copy the gradients; several times for a batch, if each micro-batch makes an update.
+
+        Collective over replicas that have parts of them.
+        """
+        division = getattr(trainer.strategy, "_division", None)
         self._updates.append(
             {
-                name: None if parameter.grad is None else parameter.grad.detach().cpu().clone()
+                name: _whole(parameter.grad)
                 for name, parameter in pl_module.named_parameters()
-                if parameter.requires_grad and not parameter.is_meta
+                if parameter.requires_grad
+                and not parameter.is_meta
+                and _is_here(parameter, division)
             }
         )
 
@@ -124,7 +132,9 @@ class Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note the loss."""
-        self._loss = float(outputs["loss"])
+        grid = getattr(trainer.strategy, "grid", None)
+        has_replicas = grid is not None and grid.data > 1
+        self._loss = None if has_replicas and "weight" in outputs else float(outputs["loss"])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write all down, if there was a step."""
@@ -151,18 +161,26 @@ class OneByOne(Callback):
     """Runs on one device what a pipeline runs, micro-batch by micro-batch, as a single step.
 
     Args:
-        count: Number of micro-batches.
+        count: Number of micro-batches, of each replica.
         first_layers: Those before which all random streams begin anew, not only torch's; before
             every layer if there are none.
         path: Names the module that is cut.
+        replicas: Each of which has a share of the batch.
 
     Attributes:
         logged: Means of the values that were logged, by name.
     """
 
-    def __init__(self, count: int, first_layers: Sequence[int] | None, path: str | None) -> None:
+    def __init__(
+        self,
+        count: int,
+        first_layers: Sequence[int] | None,
+        path: str | None,
+        replicas: int = 1,
+    ) -> None:
         self._count, self._first_layers, self._path = count, first_layers, path
-        self._now = self._layer = 0
+        self._replicas = replicas
+        self._now = self._layer = self._replica = 0
         self._total: dict[str, tuple[float, float]] = {}
         self._weight = 0.0  # of the micro-batch that is running
 
@@ -173,11 +191,11 @@ class OneByOne(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put other methods in the place of the module's own."""
-        states = self._states = RandomStates(
-            torch.initial_seed(), device=trainer.strategy.root_device
-        )
+        seed, device = torch.initial_seed(), trainer.strategy.root_device
+        self._states = [RandomStates(seed, n, device) for n in range(self._replicas)]
 
         def before_layer(*_: Any) -> None:
+            states = self._states[self._replica]
             anew = self._first_layers is None or self._layer in self._first_layers
             (states.seed_stage if anew else states.seed_layer)(0, self._now, self._layer)
             self._layer += 1
@@ -186,27 +204,34 @@ class OneByOne(Callback):
         for layer in set(found.layers):
             layer.register_forward_pre_hook(before_layer)
         found.module.register_forward_hook(
-            lambda *_: states.seed_step(0, self._now, after_call=True)
+            lambda *_: self._states[self._replica].seed_step(0, self._now, after_call=True)
         )
         step = pl_module.training_step
 
         @functools.wraps(step)
         def training_step(batch: Any, *args: Any) -> Any:
-            return self._run(functools.partial(cut_batch, pl_module, batch), step, args)
+            shares = shares_of(pl_module, batch, self._replicas)
+            return self._run(
+                [cut_batch(pl_module, share, self._count) for share in shares], step, args
+            )
 
         pl_module.training_step = training_step  # type: ignore[method-assign]
         pl_module.log = self._log  # type: ignore[method-assign]
 
     def _run(
         self,
-        cut: Callable[[int], tuple[list[Any], list[int]]],
+        shares: Sequence[tuple[list[Any], list[int]]],
         step: Callable[..., Any],
         args: Sequence[Any],
     ) -> Any:
         total, weights = 0.0, 0.0
-        for index, (piece, size) in enumerate(zip(*cut(self._count), strict=True)):
-            self._now, self._layer, self._weight = index, 0, float(size)
-            self._states.seed_step(0, self._now)
+        for replica, index, piece, size in (
+            (replica, index, piece, size)
+            for replica, share in enumerate(shares)
+            for index, (piece, size) in enumerate(zip(*share, strict=True))
+        ):
+            self._replica, self._now, self._layer, self._weight = replica, index, 0, float(size)
+            self._states[replica].seed_step(0, index)
             result = step(piece, *args)
             loss, weight = result, float(size)
             if isinstance(result, Mapping):
@@ -222,6 +247,37 @@ class OneByOne(Callback):
             weight = float(options.get("batch_size") or self._weight)
             total, weights = self._total.get(name, (0.0, 0.0))
             self._total[name] = total + float(value) * weight, weights + weight
+
+
+def shares_of(module: LightningModule, batch: Any, replicas: int) -> list[Any]:
+    """Cut a batch into the share of each replica.
+
+    Raises:
+        MisconfigurationException: It has too few samples.
+    """
+    if replicas == 1:
+        return [batch]
+    shares, _ = cut_batch(module, batch, replicas)
+    if len(shares) != replicas:
+        raise MisconfigurationException(
+            f"The batch is cut into {len(shares)} parts, but there are {replicas} replicas: "
+            "expected at least one sample for each."
+        )
+    return shares
+
+
+def _is_here(parameter: Tensor, division: Any) -> bool:
+    """Whether this rank has a parameter's gradient, or a part of it."""
+    return division is None or division.copies(parameter) > 1 or division.keeps_state(parameter)
+
+
+def _whole(gradient: Tensor | None) -> Tensor | None:
+    """Copy a gradient, put together if there are parts of it. Collective then."""
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return whole.cpu().clone()
 
 
 def _mean(

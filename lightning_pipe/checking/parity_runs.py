@@ -17,8 +17,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,10 +32,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.multiprocessing.spawn import ProcessRaisedException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
-from lightning_pipe.checking.parity_records import SEED, OneByOne, Recorder, Run, end_after
-from lightning_pipe.runtime.microbatch import first_samples
+from lightning_pipe.checking.parity_records import (
+    SEED,
+    OneByOne,
+    Recorder,
+    Run,
+    end_after,
+    shares_of,
+)
+from lightning_pipe.runtime.mesh import Grid
+from lightning_pipe.runtime.microbatch import find_batch_size, first_samples
+from lightning_pipe.schedule import look_up
 
 Phase = Literal["pipeline", "one device"]
 
@@ -58,7 +67,7 @@ class Job:
     Attributes:
         module: The user's.
         data: A datamodule, a dataloader, or nothing where the module has its own.
-        devices: Number of ranks.
+        grid: Of the ranks.
         strategy: Arguments of PipelineStrategy.
         accelerator: Of the Trainer.
         precision: Of the Trainer.
@@ -68,7 +77,7 @@ class Job:
 
     module: LightningModule
     data: Any
-    devices: int
+    grid: Grid
     strategy: Mapping[str, Any]
     accelerator: str = "cpu"
     precision: Any = "64-true"
@@ -239,7 +248,11 @@ def _run_all(
     batch = first_batch(module, job.data)
     if job.batch_size is not None:
         batch = first_samples(batch, job.batch_size)
-    source = _give(module, job.data, batch)
+    replicas = job.grid.data
+    if look_up(job.strategy.get("schedule", "1f1b")).continuous:  # all updates weigh alike
+        samples = find_batch_size(batch) or 0
+        batch = first_samples(batch, samples - samples % replicas) if samples > replicas else batch
+    shares = shares_of(module, batch, replicas)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
 
     def on_one_device(name: str, *callbacks: OneByOne, seed: int = SEED) -> Run:
@@ -255,8 +268,11 @@ def _run_all(
         return result
 
     # The pipeline comes first: a process that has used a GPU cannot be forked.
-    _fit(job, source, [Recorder("rank", directory, job.time_limit)], start_method)
-    ranks = [_read(directory / f"rank{rank}") for rank in range(job.devices)]
+    recorder = Recorder("rank", directory, job.time_limit)
+    _fit(job, _give(module, job.data, shares, job.grid), [recorder], start_method)
+    ranks = [_read(directory / f"rank{rank}") for rank in range(job.grid.size)]
+    _put_losses_together(ranks, job.grid)
+    source = _give(module, job.data, [batch], Grid(1))
     (directory / "pipeline done").touch()
     whole = on_one_device("whole")
     if is_enough(ranks, whole):
@@ -264,7 +280,10 @@ def _run_all(
     first_layers = [layer for rank in ranks for layer in rank.first_layers]
     layerwise = job.strategy.get("activation_checkpointing") == "layer"
     one_by_one = OneByOne(
-        len(ranks[0].sizes), None if layerwise else first_layers, job.strategy.get("module")
+        len(ranks[0].sizes),
+        None if layerwise else first_layers,
+        job.strategy.get("module"),
+        replicas,
     )
     return Runs(
         ranks,
@@ -272,6 +291,21 @@ def _run_all(
         on_one_device("again", seed=SEED + 1),
         on_one_device("one by one", one_by_one),
     )
+
+
+def _put_losses_together(ranks: Sequence[Run], grid: Grid) -> None:
+    """Give all ranks the loss of the batch, of which each replica has a share."""
+    if grid.data == 1:
+        return
+    firsts = [ranks[pipeline[0]] for pipeline in grid.pipelines()[:: grid.tensor]]
+    samples = [sum(run.sizes) for run in firsts]
+    losses = [run.loss for run in firsts]
+    mean = None
+    if None not in losses:
+        weighed = zip(losses, samples, strict=True)
+        mean = sum((loss or 0.0) * size for loss, size in weighed) / sum(samples)
+    for run in ranks:
+        run.loss = mean
 
 
 def _fit(
@@ -287,7 +321,7 @@ def _fit(
     if start_method is not None:
         limit = {"timeout": timedelta(seconds=job.time_limit), "start_method": start_method}
         strategy = PipelineStrategy(**{**job.strategy, **limit})
-        where = {"devices": job.devices, "strategy": strategy}
+        where = {"devices": job.grid.size, "strategy": strategy}
     trainer = Trainer(
         accelerator=job.accelerator,
         precision=job.precision,
@@ -296,6 +330,7 @@ def _fit(
         limit_val_batches=0,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
+        use_distributed_sampler=False,
         logger=DummyLogger(),
         callbacks=callbacks,
         enable_checkpointing=False,
@@ -309,11 +344,27 @@ def _fit(
         trainer.fit(job.module, source)
 
 
-def _give(module: LightningModule, data: Any, batch: Any) -> Any:
-    """Let the batch be all the data there is, with the datamodule's hooks around it."""
+class _OwnShare(Sampler[int]):
+    """The number of this rank's replica, once."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def __iter__(self) -> Iterator[int]:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        yield replace(self._grid, rank=rank).data_rank
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _give(module: LightningModule, data: Any, batches: list[Any], grid: Grid) -> Any:
+    """Let a batch for each replica be all the data, with the datamodule's hooks around it."""
     module.configure_callbacks = _none  # type: ignore[method-assign]
-    batches: Any = [batch]
-    loader: DataLoader[Any] = DataLoader(batches, batch_size=None, collate_fn=_same)
+    given: Any = batches
+    loader: DataLoader[Any] = DataLoader(
+        given, batch_size=None, sampler=_OwnShare(grid), collate_fn=_same
+    )
     if not isinstance(data, LightningDataModule):
         return loader
     data.train_dataloader = functools.partial(_same, loader)  # type: ignore[method-assign]

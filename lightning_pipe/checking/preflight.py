@@ -39,8 +39,10 @@ from lightning_pipe.partition import (
 from lightning_pipe.partition.call_arguments import training_call
 from lightning_pipe.partition.measure import measure
 from lightning_pipe.planning.infeasible import in_words
+from lightning_pipe.planning.zero import Zero
 from lightning_pipe.programs import Timing
 from lightning_pipe.quiet import quiet_lightning
+from lightning_pipe.runtime.mesh import Grid
 from lightning_pipe.runtime.microbatch import find_batch_size, first_samples
 from lightning_pipe.schedule import Placement, look_up, policy_for
 
@@ -73,6 +75,7 @@ class _Inspection:
             self._ask("options", self._options)
             self._ask("ranks", self._ranks, "options")
             self._ask("schedule", self._schedule, "ranks")
+            self._ask("ZeRO", self._zero, "ranks")
             self._ask("Trainer", self._trainer, "options")
             self._ask("precision", self._precision, "schedule", "Trainer")
             self._ask("module", self._module)
@@ -86,7 +89,7 @@ class _Inspection:
             self._ask("micro-batches", self._microbatches, "batch", "schedule")
             self._ask("code between layers", self._glue, "layers", "batch")
             if self._plans.memory is not None:
-                needs = "Trainer", "stages", "micro-batches", "code between layers"
+                needs = "Trainer", "ZeRO", "stages", "micro-batches", "code between layers"
                 self._ask("memory", self._memory, *needs)
         if isinstance(self._plans.data, LightningDataModule):
             self._plans.data.trainer = None
@@ -146,19 +149,36 @@ class _Inspection:
         ]
         return strategy, f"PipelineStrategy({', '.join(given)})"
 
-    def _ranks(self) -> tuple[int, str]:
+    def _ranks(self) -> tuple[Grid, str]:
         nodes = int(self._plans.trainer.get("num_nodes", 1))
         grid = checks.check_world(self._plans.devices * nodes, *self._found["options"]._sizes)
-        return grid.pipeline, f"{grid.size} processes, {grid.pipeline} in a pipeline"
+        self.findings.grid = grid
+        words = f"{grid.size} processes, {grid.pipeline} in a pipeline"
+        words += f", {grid.data} replicas" if grid.data > 1 else ""
+        return grid, words + (f", {grid.tensor} share each layer" if grid.tensor > 1 else "")
+
+    def _zero(self) -> tuple[Zero, str]:
+        strategy, grid = self._found["options"], self._found["ranks"]
+        zero = Zero(strategy._zero_stage, strategy._reshards)
+        if not zero.stage:
+            return zero, "0: replicas divide nothing" if grid.data > 1 else "0, one replica"
+        if grid.data == 1:
+            self._warnings.append(
+                f"zero_stage={zero.stage} with one replica: there is nothing to divide, but "
+                "weights in half precision get 32-bit copies. Set data_parallel_size."
+            )
+        of_rank = ("the states of the optimizer", "gradients", "parameters")[: zero.stage]
+        return zero, f"{zero.stage}: {grid.data} replicas divide {', '.join(of_rank)}"
 
     def _schedule(self) -> tuple[Timing, str]:
-        settings, ranks = self._settings, self._found["ranks"]
+        settings, ranks = self._settings, self._found["ranks"].pipeline
         checks.check_schedule(
             settings.schedule,
             settings.num_microbatches,
             settings.stages_per_rank,
             ranks,
             settings.activation_checkpointing,
+            self._found["options"]._zero_stage,
         )
         timing = Timing(
             settings.schedule,
@@ -239,6 +259,12 @@ class _Inspection:
     def _build(self) -> None:
         """Call ``configure_model``, without memory."""
         module = self._plans.module
+        grid = self._found.get("ranks")
+        if is_overridden("configure_model", module) and grid is not None and grid.tensor > 1:
+            raise _Unknown(
+                "configure_model distributes layers over the ranks that share them, and there are "
+                "none before a run."
+            )
         if is_overridden("configure_model", module) and "built" not in self._found:
             self._found["built"] = True
             with DeferredTensors().recording():
@@ -319,7 +345,9 @@ class _Inspection:
             batch = first_samples(batch, self._plans.batch_size)
         size = find_batch_size(batch)
         self.findings.batch_size = size
-        return batch, f"{'an unknown number of' if size is None else size} samples"
+        text = f"{'an unknown number of' if size is None else size} samples"
+        replicas = self._found["ranks"].data if "ranks" in self._found else 1
+        return batch, text + (" for each replica" if replicas > 1 else "")
 
     def _microbatches(self) -> tuple[Any, str]:
         batch, timing = self._found["batch"], self._found["schedule"]
@@ -381,6 +409,8 @@ class _Inspection:
             self.findings.batch_size or samples,
             self._settings.activation_checkpointing,
             outside,
+            self._found["ranks"].data,
+            self._found["ZeRO"],
         )
         fullest = max(range(len(peaks)), key=peaks.__getitem__)
         text = f"rank {fullest} needs {in_words(peaks[fullest])}, and has {in_words(limit)}"

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_pipe.partition.profile import Profile
 from lightning_pipe.planning.memory import Checkpointing, StageMemory
 from lightning_pipe.planning.orders import read_order
+from lightning_pipe.planning.zero import Zero
 from lightning_pipe.programs import Timing
 from lightning_pipe.schedule import VersionPolicy
 
@@ -23,6 +24,8 @@ def peak_bytes(
     batch_size: int,
     checkpointing: Checkpointing,
     outside: Sequence[nn.Parameter] = (),
+    replicas: int = 1,
+    zero: Zero | None = None,
 ) -> tuple[int, ...]:
     """Estimate the peak of each rank: weights, gradients, optimizer, activations.
 
@@ -30,9 +33,11 @@ def peak_bytes(
         profile: Of the layers.
         timing: What runs when.
         sizes: Number of layers of each stage.
-        batch_size: Samples of a batch.
+        batch_size: Samples of a replica's batch.
         checkpointing: Which activations are computed again.
         outside: Parameters that each rank has.
+        replicas: Of the pipeline.
+        zero: What they divide, in equal parts.
     """
     count = timing.count(batch_size)
     placement, policy = timing.placement, timing.policy
@@ -43,7 +48,7 @@ def peak_bytes(
     is_synced = policy is VersionPolicy.VERTICAL_SYNC
     counted = VersionPolicy.STASHING if is_synced else policy
     samples = ceil(batch_size / count)
-    memory = StageMemory(profile, samples, checkpointing, counted)
+    memory = StageMemory(profile, samples, checkpointing, counted, zero, replicas)
     order = read_order(timing.schedule_for(count), placement, batches, policy)
     peaks = memory.of_ranks(sizes, order)
     if is_synced:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 
 from lightning_pipe.programs import Timing
+from lightning_pipe.runtime.mesh import Grid
 
 Status = Literal["ok", "warning", "no", "not checked"]
 
@@ -56,6 +57,7 @@ class Findings:
     Attributes:
         rows: In the order in which they were asked.
         stages: As the model would be cut; none if it cannot be.
+        grid: Of the ranks, if that is known.
         timing: What would run when, if that is known.
         batch_size: Of the first batch, if that is known.
         peak_bytes: Estimated, by rank, if memory was asked for.
@@ -63,6 +65,7 @@ class Findings:
 
     rows: list[Row] = field(default_factory=list)
     stages: list[StageRow] = field(default_factory=list)
+    grid: Grid | None = None
     timing: Timing | None = None
     batch_size: int | None = None
     peak_bytes: tuple[int, ...] = ()
@@ -74,9 +77,9 @@ class Findings:
 
     @property
     def num_ranks(self) -> int:
-        """Of the pipeline, over all nodes."""
-        assert self.timing is not None
-        return self.timing.placement.num_ranks
+        """Of all pipelines, over all nodes."""
+        assert self.grid is not None
+        return self.grid.size
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
-from math import isfinite
+from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from lightning_pipe.checking.parity import ParityError, ParityReport, Precision, compare_gradients
+from lightning_pipe.checking.parity import (
+    TENSOR_PARALLEL,
+    ParityError,
+    ParityReport,
+    Precision,
+    compare_gradients,
+)
 from lightning_pipe.checking.preflight import look
 from lightning_pipe.checking.preflight_rows import Findings, Plans, Row
 from lightning_pipe.cli.target import load_target
@@ -48,6 +54,10 @@ def check(
     weight_stashing: bool | None = None,
     vertical_sync: bool | None = None,
     deferred_batchnorm: bool | None = None,
+    data_parallel_size: int | None = None,
+    tensor_parallel_size: int | None = None,
+    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    reshard_after_forward: bool | None = None,
     memory: str | None = None,
     batch_size: int | None = None,
     accelerator: str | None = None,
@@ -63,7 +73,8 @@ def check(
     goes through a pipeline of processes and through one device, and the gradients of all parameters
     are compared. Where a pipeline must differ from one device, since it draws random numbers and
     normalises (BatchNorm) by micro-batch, it is compared with one device that runs the same
-    micro-batches one after the other.
+    micro-batches one after the other. Replicas divide the batch. Where ranks share layers
+    (tensor_parallel_size) nothing is compared: one device has no mesh to distribute them over.
 
     Args:
         target: What to check: package.module:Name or path/to/file.py:Name of a LightningModule, of
@@ -72,8 +83,8 @@ def check(
         overrides: Words after the target that change it, as model.width=64 or data.batch_size=8.
         data: Where the data is, if the target is a Python name without any: name of a datamodule
             or of a function that returns one or a dataloader.
-        devices: Number of ranks. Default: those of the target, or 2.
-        schedule: Of PipelineStrategy, as all options up to deferred_batchnorm. Default of each:
+        devices: Number of ranks, of all replicas. Default: those of the target, or pipelines of 2.
+        schedule: Of PipelineStrategy, as all options up to reshard_after_forward. Default of each:
             that of the target, or of PipelineStrategy.
         num_microbatches: Into how many micro-batches a batch is cut, or auto.
         stages_per_rank: Stages on each rank.
@@ -84,6 +95,10 @@ def check(
         weight_stashing: For pipedream.
         vertical_sync: For pipedream.
         deferred_batchnorm: Whether BatchNorm updates its statistics once per batch.
+        data_parallel_size: Replicas, each with its share of the data.
+        tensor_parallel_size: Ranks that share each layer.
+        zero_stage: What replicas divide: 0 to 3.
+        reshard_after_forward: For zero_stage 3: whether layers are gathered for each micro-batch.
         memory: Memory of a device, as 16GiB: estimate what each rank needs.
         batch_size: Take so many samples of the first batch. Default: all.
         accelerator: Of the Trainer. Default: that of the target for the checks, cpu for the runs.
@@ -117,20 +132,25 @@ def check(
         "weight_stashing": weight_stashing,
         "vertical_sync": vertical_sync,
         "deferred_batchnorm": deferred_batchnorm,
+        "data_parallel_size": data_parallel_size,
+        "tensor_parallel_size": tensor_parallel_size,
+        "zero_stage": zero_stage,
+        "reshard_after_forward": reshard_after_forward,
     }
     options = {name: value for name, value in given.items() if value is not None}
     with redirect_stdout(sys.stderr), _Waiting() as waiting:  # what the user's code prints
         loaded = load_target(target, overrides or [], data)
         strategy = {**loaded.strategy_options, **options}
         trainer = dict(loaded.trainer_options)
-        ranks = _number(devices or trainer.pop("devices", None))
+        ranks = _number(devices or trainer.pop("devices", None), strategy)
         trainer["accelerator"] = accelerator or trainer.get("accelerator", "cpu")
         twin = copy.deepcopy(loaded.module)  # which is looked into
         plans = Plans(twin, loaded.data, ranks, strategy, trainer, batch_size, limit)
         findings = look(plans, lambda done, of: waiting.show(f"Layer {done} of {of}"))
         del twin, plans
         report: ParityReport | str | None = None
-        if parity and findings.is_possible:
+        is_shared = findings.grid is not None and findings.grid.tensor > 1
+        if parity and findings.is_possible and not is_shared:
             try:
                 report = compare_gradients(
                     loaded.module,
@@ -146,7 +166,7 @@ def check(
                 )
             except ParityError as error:
                 report = str(error)
-    rows = [*findings.rows, *_parity_rows(report, parity)]
+    rows = [*findings.rows, *_parity_rows(report, parity, is_shared)]
     is_ok = all(row.status != "no" for row in rows)
     if json:
         print(json_format.dumps(_finite(_as_json(is_ok, rows, findings, report))))
@@ -157,19 +177,26 @@ def check(
     return 0 if is_ok else 1
 
 
-def _number(devices: Any) -> int:
+def _number(devices: Any, strategy: Mapping[str, Any]) -> int:
     """Read the Trainer's number of devices, which may be a list, "auto" or a text."""
     if isinstance(devices, list | tuple):
         return len(devices)
     try:
         return int(devices)
     except (TypeError, ValueError):
-        return _DEVICES
+        sizes = (strategy.get(f"{axis}_parallel_size", 1) for axis in ("data", "tensor"))
+        length = strategy.get("pipeline_parallel_size", "auto")
+        length = _DEVICES if length == "auto" else length
+        return prod(size for size in (length, *sizes) if isinstance(size, int))
 
 
-def _parity_rows(report: ParityReport | str | None, wanted: bool) -> list[Row]:
+def _parity_rows(
+    report: ParityReport | str | None, wanted: bool, is_shared: bool = False
+) -> list[Row]:
     if not wanted:
         return []
+    if report is None and is_shared:
+        return [Row("gradients", "not checked", TENSOR_PARALLEL)]
     if report is None:
         return [Row("gradients", "not checked", "The run would be refused.")]
     if isinstance(report, str):
@@ -266,7 +293,8 @@ def _print_parity(console: Console, report: ParityReport) -> None:
     console.print(table)
     if len(report.differences) > _WORST:
         console.print(f"and {len(report.differences) - _WORST} more, with smaller differences")
-    console.print(f"loss: {report.loss[0]:.9g}, one device {report.loss[1]:.9g}")
+    if report.loss is not None:
+        console.print(f"loss: {report.loss[0]:.9g}, one device {report.loss[1]:.9g}")
     for note in report.notes:
         console.print(Text(note))
 

@@ -1,4 +1,4 @@
-"""Where the time of each rank went: computing, or idle for one of five reasons.
+"""Where the time of each rank went: computing, or idle for one of six reasons.
 
 =============  ====================================================================================
 warm-up        before a rank's first compute of a fill; and waits that the schedule has before the
@@ -11,6 +11,9 @@ communication  the rest of all waits, and the time that sends take
 overhead       time between the first and the last compute that is spent neither computing nor
                waiting: updates, and with a schedule that does not drain all that Lightning does
                between two batches
+reduction      waits for gradients to be summed over all who hold the parameters (replicas, ranks
+               with a tied weight): between a rank's computes, and after the last one anywhere;
+               what is summed while other ranks are still computing costs nothing
 =============  ====================================================================================
 
 With 1F1B and equal stages that gives warm-up and cool-down only: the wait between the warm-up
@@ -27,6 +30,7 @@ from dataclasses import astuple, dataclass
 from statistics import fmean
 
 from lightning_pipe.monitoring.replay import Record, Replayed, Rows, Times, replay
+from lightning_pipe.runtime.recording import AwaitReduction
 from lightning_pipe.schedule import (
     Compute,
     Forward,
@@ -39,13 +43,15 @@ class Bubble:
     """Where the time of one rank went, in seconds. All but ``wall`` add up to it.
 
     Attributes:
-        wall: From the first compute of the fills on any rank to the last one.
+        wall: From the first compute of the fills on any rank to the last one, and the sum of
+            gradients after it.
         busy: In forwards and backwards.
         warm_up: Idle while the pipeline fills.
         imbalance: Idle because another rank took longer.
         communication: Idle because messages took time.
         cool_down: Idle while the pipeline empties.
         overhead: Neither computing nor waiting.
+        reduction: Idle until gradients are summed.
     """
 
     wall: float = 0.0
@@ -55,6 +61,7 @@ class Bubble:
     communication: float = 0.0
     cool_down: float = 0.0
     overhead: float = 0.0
+    reduction: float = 0.0
 
     def __add__(self, other: Bubble) -> Bubble:
         """Of both together."""
@@ -93,6 +100,8 @@ def split_fill(parts: Sequence[Rows], forgotten_busy: Sequence[float] = ()) -> l
         return [Bubble() for _ in parts[0]]
     begin = min(record.start for record in computes)
     end = max(record.end for record in computes)
+    records = (record for rows in parts for row in rows for record in row)
+    summed = [record.end for record in records if isinstance(record.step, AwaitReduction)]
     replays = [_replays(rows) for rows in parts]
     bubbles = []
     for rank in range(len(parts[0])):
@@ -100,7 +109,7 @@ def split_fill(parts: Sequence[Rows], forgotten_busy: Sequence[float] = ()) -> l
         for number, (rows, (ideal, actual)) in enumerate(zip(parts, replays, strict=True)):
             account.add_part(number, rows[rank], _waits(ideal[rank]), _waits(actual[rank]))
         account.forgotten(forgotten_busy[rank] if forgotten_busy else 0.0)
-        bubbles.append(account.bubble(begin, end))
+        bubbles.append(account.bubble(begin, end, max([end, *summed])))
     return bubbles
 
 
@@ -145,7 +154,7 @@ class _Account:
         self._last_forward = max((n, p) for n, p, r in computes if isinstance(r.step, Forward))
         self._backward_begun = False
         self._busy = self._warm_up = self._imbalance = 0.0
-        self._communication = self._cool_down = self._overhead = 0.0
+        self._communication = self._cool_down = self._overhead = self._reduction = 0.0
 
     def add_part(
         self, number: int, row: Sequence[Record], ideal: Sequence[float], actual: Sequence[float]
@@ -173,6 +182,8 @@ class _Account:
             elif isinstance(record.step, Compute):
                 self._backward_begun |= not isinstance(record.step, Forward)
                 self._busy += record.seconds
+            elif isinstance(record.step, AwaitReduction):
+                self._reduction += record.seconds
             elif isinstance(record.step, Send):
                 self._communication += record.seconds
             else:
@@ -196,23 +207,31 @@ class _Account:
         before, after = self._parts
         idle = max(0.0, after[0].start - before[-1].end - busy)
         self._busy += busy
-        known = self._imbalance + self._communication + self._overhead
+        known = self._imbalance + self._communication + self._overhead + self._reduction
         factor = 1 + idle / known if known else 1.0
         self._overhead += 0.0 if known else idle
         self._imbalance *= factor
         self._communication *= factor
         self._overhead *= factor
+        self._reduction *= factor
 
-    def bubble(self, begin: float, end: float) -> Bubble:
-        """Add what comes before the first and after the last compute."""
+    def bubble(self, begin: float, end: float, summed: float) -> Bubble:
+        """Add what comes before the first and after the last compute.
+
+        Args:
+            begin: Of the first compute anywhere.
+            end: Of the last compute anywhere.
+            summed: When all sums of gradients are there, too.
+        """
         return Bubble(
-            end - begin,
+            summed - begin,
             self._busy,
             self._warm_up + self._first[2].start - begin,
             self._imbalance,
             self._communication,
             self._cool_down + end - self._last[2].end,
             self._overhead,
+            self._reduction + summed - end,
         )
 
 

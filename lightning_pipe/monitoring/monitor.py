@@ -24,12 +24,15 @@ class PipelineMonitor(Callback):
 
     Logged are, as means over the ranks and for each rank (``pipeline/rank0/bubble``, ...):
     ``pipeline/bubble``, the share of the time from the first forward to the last backward of a
-    batch, or of a fill with an asynchronous schedule, in which a rank does not compute; its parts
-    ``bubble_warm_up``, ``bubble_imbalance``, ``bubble_communication``, ``bubble_cool_down`` and
-    ``bubble_overhead`` (`lightning_pipe.monitoring.bubbles` says what they are), which add up to
-    it; and, of the worst stage, ``peak_in_flight`` (micro-batches), ``live_versions`` (of the
-    weights) and ``staleness`` (updates that a gradient comes late). All ranks log the same; the
-    values are in ``trainer.callback_metrics``, too.
+    batch, or of a fill with an asynchronous schedule, and to the sum of the gradients after it, in
+    which a rank does not compute; its parts ``bubble_warm_up``, ``bubble_imbalance``,
+    ``bubble_communication``, ``bubble_cool_down``, ``bubble_overhead`` and ``bubble_reduction``
+    (`lightning_pipe.monitoring.bubbles` says what they are), which add up to it; and, of the worst
+    stage, ``peak_in_flight`` (micro-batches), ``live_versions`` (of the weights) and ``staleness``
+    (updates that a gradient comes late). All ranks log the same; the values are in
+    ``trainer.callback_metrics``, too. Of several replicas the first one is shown, and where ranks
+    share layers, the first of these. What ``zero_stage`` 2 and 3 send in forwards and backwards is
+    part of these.
 
     The ranks' records are put together where the pipeline is empty and only there: with a
     synchronous schedule every ``log_every_n_steps``, with an asynchronous one at the end of each
@@ -163,7 +166,10 @@ class PipelineMonitor(Callback):
             versions,
         )
         gathered = strategy.gather(mine)
-        report = None if gathered is None else MonitorReport(gathered, strategy.timing)
+        report = None
+        if gathered is not None:  # replicas run the same programs, and their ranks alike
+            first = [gathered[rank] for rank in strategy.grid.pipelines()[0]]
+            report = MonitorReport(first, strategy.timing)
         metrics: dict[str, float] = strategy.broadcast(report.metrics if report else {})
         device = strategy.root_device
         values = {name: torch.tensor(value, device=device) for name, value in metrics.items()}

@@ -13,8 +13,8 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from lightning_pipe.monitoring.replay import Record, Replayed, Rows, Times, granted_times, replay
-from lightning_pipe.runtime.recording import AwaitBatch, AwaitEnding
-from lightning_pipe.schedule import Compute, Event, Forward
+from lightning_pipe.runtime.recording import AwaitBatch, AwaitEnding, AwaitReduction, Step
+from lightning_pipe.schedule import Compute, Event, Forward, Instruction, Reduce
 
 
 @dataclass(frozen=True)
@@ -150,17 +150,24 @@ def _step_seconds(row: Sequence[Record], times: Sequence[tuple[float, float]]) -
 def events_of(rows: Rows, times: Replayed | None = None) -> list[Event]:
     """Make events for pictures and traces, from time 0.
 
+    A sum of gradients is shown where a rank waits for it.
+
     Args:
         rows: The records.
         times: Other times for them. Default: their own.
     """
     begin = min(row[0].start for row in rows)
     return [
-        Event(record.rank, record.step, start - begin, end - begin)
+        Event(record.rank, _shown(record.step), start - begin, end - begin)
         for rank, row in enumerate(rows)
         for record, (start, end) in zip(row, times[rank] if times else _own(row), strict=True)
         if not isinstance(record.step, AwaitBatch | AwaitEnding)
     ]
+
+
+def _shown(step: Step) -> Instruction:
+    assert not isinstance(step, AwaitBatch | AwaitEnding)
+    return Reduce(step.stage, step.update) if isinstance(step, AwaitReduction) else step
 
 
 def _own(row: Iterable[Record]) -> list[tuple[float, float]]:

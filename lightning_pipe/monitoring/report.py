@@ -22,7 +22,7 @@ from lightning_pipe.schedule import (
     VersionPolicy,
 )
 
-KINDS = "warm_up", "imbalance", "communication", "cool_down", "overhead"
+KINDS = "warm_up", "imbalance", "communication", "cool_down", "overhead", "reduction"
 """Of idle time: attributes of `Bubble`."""
 
 
@@ -47,7 +47,7 @@ class MonitorReport:
     """A run, as its latest batches went.
 
     Args:
-        records: By rank.
+        records: Of the ranks of one pipeline, in their order.
         timing: What ran when, and where.
     """
 
@@ -152,14 +152,16 @@ class MonitorReport:
         """A short text for the terminal."""
         measured, predicted = self.prediction.measured_step, self.prediction.predicted_step
         deviation = predicted / measured - 1 if measured else 0.0
-        names = ["bubble", *(kind.replace("_", "-") for kind in KINDS)]
+        # Most pipelines have nothing to sum.
+        shown = [k for k in KINDS if k != "reduction" or any(b.reduction for b in self.bubbles)]
+        names = ["bubble", *(kind.replace("_", "-") for kind in shown)]
         lines = [
             f"Pipeline, the latest {self.batches} batches: {_seconds(measured)} a step, "
             f"predicted {_seconds(predicted)} ({deviation:+.1%})",
             "rank" + "".join(f"{name:>15}" for name in names),
         ]
         for rank, bubble in enumerate(self.bubbles):
-            shares = [bubble.share(kind) for kind in ("idle", *KINDS)]
+            shares = [bubble.share(kind) for kind in ("idle", *shown)]
             lines.append(f"{rank:>4}" + "".join(f"{share:>15.1%}" for share in shares))
         lines.append(
             f"by stage: most in flight {_list(self.peak_in_flight)}; versions "

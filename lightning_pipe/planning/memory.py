@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from lightning_pipe.partition.profile import Profile
 from lightning_pipe.planning.orders import Order
 from lightning_pipe.planning.ranges import RangeMinimum
+from lightning_pipe.planning.zero import Zero
 from lightning_pipe.schedule import VersionPolicy
 
 Floats = NDArray[np.float64]
@@ -35,6 +36,8 @@ class StageMemory:
         samples: In a micro-batch, the largest if they differ.
         checkpointing: Which activations are computed again instead of kept.
         policy: How many versions of the weights and gradients there are.
+        zero: What replicas divide, in equal parts.
+        replicas: How many there are.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class StageMemory:
         samples: int,
         checkpointing: Checkpointing = "none",
         policy: VersionPolicy = VersionPolicy.SYNCHRONOUS,
+        zero: Zero | None = None,
+        replicas: int = 1,
     ) -> None:
         layers, share = profile.layers, samples / profile.batch_size
         self._checkpointing, self._policy = checkpointing, policy
@@ -53,12 +58,16 @@ class StageMemory:
         self._enters = np.array([profile.input_bytes, *outputs]) * share
         self._activations, self._inputs = _sums(activation), _sums(self._enters)
         self._largest = RangeMinimum(-activation)
-        self._parameters = _sums([layer.parameter_bytes for layer in layers])
+        zero = zero or Zero()
+        weights, gradients, states = zero.shares(replicas)
+        self._parameters = _sums([weights * layer.parameter_bytes for layer in layers])
         # With 2BW, a batch's gradients wait while those of the next add up.
-        gradients = 2 if policy is VersionPolicy.DOUBLE_BUFFERED else 1
+        gradients *= 2 if policy is VersionPolicy.DOUBLE_BUFFERED else 1
         self._others = _sums(
-            [gradients * layer.gradient_bytes + layer.optimizer_bytes for layer in layers]
+            [gradients * layer.gradient_bytes + states * layer.optimizer_bytes for layer in layers]
         )
+        whole = np.array([float(layer.parameter_bytes + layer.gradient_bytes) for layer in layers])
+        self._gathered = RangeMinimum(-whole) if zero.reshards else None
 
     def held(self, start: Integers, stop: Integers, place: int | Integers) -> Floats:
         """Give what stages hold all the time.
@@ -70,6 +79,8 @@ class StageMemory:
         """
         parameters = self._parameters[stop] - self._parameters[start]
         others = self._others[stop] - self._others[start]
+        if self._gathered is not None:
+            others = others - self._gathered.least(start, stop)
         return live_versions(self._policy, place) * parameters + others
 
     def kept(self, start: Integers, stop: Integers) -> Floats:

@@ -17,6 +17,7 @@ from lightning_pipe.planning.orders import Order, read_order
 from lightning_pipe.planning.predict import Prediction, clock
 from lightning_pipe.planning.settings import MOST_STAGES_PER_RANK, Problem, Setting
 from lightning_pipe.planning.workload import Workload
+from lightning_pipe.schedule import Costs, VersionPolicy
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -63,7 +64,12 @@ class Search:
         self._read: Callable[..., Order] = lru_cache(maxsize=8)(read_order)
 
     def least_estimate(self, setting: Setting) -> float:
-        """Estimate a setting without cutting: with equal ranks, or the slowest layer."""
+        """Estimate a setting without cutting: with equal ranks, or the slowest layer.
+
+        Of what replicas send when a batch ends, only what is known without cuts counts.
+        """
+        if setting.num_stages == 1:
+            return self._choice(setting, (self._num_layers,)).estimate
         workload = self._workload(setting)
         even = max(workload.seconds / setting.num_ranks, workload.slowest_layer)
         return setting.estimate(workload, even)
@@ -81,7 +87,7 @@ class Search:
         if setting.stages_per_rank > 1:
             return self.cut_tighter(setting)
         in_flight = setting.in_flight()[::-1]
-        deepest = setting.with_ranks(self._most_stages(1, setting.replicas)).in_flight()[::-1]
+        deepest = setting.with_ranks(self._problem.most_ranks(setting.replicas)).in_flight()[::-1]
         if in_flight == deepest[: len(in_flight)]:
             return self._choice_within_memory(setting, deepest)  # one pass serves all depths
         return self._choice_within_memory(setting, in_flight, alone=True)
@@ -106,22 +112,33 @@ class Search:
             overlap. A link that is busy for longer than the ranks sets the pace.
         """
         setting, workload = choice.setting, self._workload(choice.setting)
-        costs = workload.costs(choice.sizes, setting.replicas)
-        one = clock(self._order(setting), costs)
-        seconds, busy = one.makespan, np.array(one.busy)
+        rank_of, grid = setting.placement.rank_of, self._problem.grid(setting)
+        costs = workload.costs(choice.sizes, rank_of, grid)
+        computing = np.zeros(setting.num_ranks)
+        np.add.at(computing, np.array(rank_of), workload.computing(choice.sizes))
         if setting.recipe.continuous:
-            seconds, busy = self._steady(setting, one, clock(self._order(setting, 2), costs))
-        rank_of = setting.placement.rank_of
-        link = workload.link_seconds(choice.sizes, rank_of) * setting.num_microbatches
+            seconds = self._steady(setting, costs)
+        else:
+            without = replace(costs, reduce=0.0, update=0.0)
+            seconds = _ended(clock(self._order(setting), without), costs)
+            seconds += workload.begin_seconds(choice.sizes, rank_of, grid)
+        link = workload.link_seconds(choice.sizes, rank_of, grid) * setting.num_microbatches
         seconds = max(seconds, link)
+        busy = computing * setting.num_microbatches
         bubble = 1 - busy / seconds if seconds else np.zeros(len(busy))
         return seconds, tuple(np.maximum(bubble, 0.0).tolist())
 
-    def _steady(self, setting: Setting, one: Prediction, two: Prediction) -> tuple[float, Floats]:
-        """Give the seconds of a batch, and for how many of them each rank computes."""
-        batches = self._batches_of_fill(setting)
-        busy = np.array(two.busy) - np.array(one.busy)
-        return (two.makespan - one.makespan) / batches, busy / batches
+    def _steady(self, setting: Setting, costs: Costs) -> float:
+        """Give the seconds of a batch in a fill that goes on.
+
+        An update that comes a batch later (2BW) leaves that time for the sum over replicas;
+        PipeDream's has to wait for it.
+        """
+        overlaps = setting.recipe.policies[0] is VersionPolicy.DOUBLE_BUFFERED
+        without = replace(costs, reduce=0.0) if overlaps else costs
+        one, two = (clock(self._order(setting, fills), without).makespan for fills in (1, 2))
+        seconds = (two - one) / self._batches_of_fill(setting)
+        return max(seconds, *_by_stage(costs.reduce)) if overlaps else seconds
 
     def _order(self, setting: Setting, fills: int = 1) -> Order:
         count: int | tuple[int, ...] = setting.num_microbatches
@@ -139,14 +156,11 @@ class Search:
             setting.checkpointing,
             setting.recipe.policies[0],
             setting.replicas,
+            setting.zero,
         )
         if key not in self._workloads:
             self._workloads[key] = self._problem.workload(setting)
         return self._workloads[key]
-
-    def _most_stages(self, stages_per_rank: int, replicas: int) -> int:
-        most = self._problem.devices // replicas * stages_per_rank
-        return min(most, self._num_layers)
 
     def _fastest_cuts(self, setting: Setting) -> Cuts:
         """Cut for the least of the slowest stage, whatever memory it takes.
@@ -157,22 +171,27 @@ class Search:
         several, count = 1, setting.num_microbatches
         if setting.stages_per_rank > 1:
             several, count = MOST_STAGES_PER_RANK, 1 << (count.bit_length() - 1)
-        size = (count, setting.replicas) if self._overheads else None
+        size = (count, setting.zero) if self._depends_on_size(setting) else None
         key = size, setting.checkpointing != "none", several, setting.replicas
         if key not in self._cuts:
             workload = self._workload(replace(setting, num_microbatches=count))
             self._cuts[key] = Cuts(
                 self._num_layers,
-                self._most_stages(several, setting.replicas),
+                min(self._problem.most_ranks(setting.replicas) * several, self._num_layers),
                 lambda place, start, stop: workload.of_stages(start, stop),
                 workload.boundary,
             )
         return self._cuts[key]
 
+    def _depends_on_size(self, setting: Setting) -> bool:
+        """Whether the best cuts are others for other sizes of micro-batches."""
+        return self._overheads or setting.zero.sends_each_microbatch
+
     def _fastest_choice(self, setting: Setting) -> Choice:
         """Cut whatever memory it takes, with even ranks."""
         cuts = self._fastest_cuts(setting)
-        key = cuts, self._workload(setting) if self._overheads else None, setting.placement
+        depends = self._depends_on_size(setting)
+        key = cuts, self._workload(setting) if depends else None, setting.placement
         if key not in self._sizes:
             sizes = cuts.sizes(setting.num_stages)
             if setting.stages_per_rank > 1:
@@ -207,9 +226,25 @@ class Search:
 
     def _choice(self, setting: Setting, sizes: tuple[int, ...]) -> Choice:
         workload = self._workload(setting)
-        seconds = np.zeros(setting.num_ranks)
-        np.add.at(seconds, np.array(setting.placement.rank_of), workload.of_stages(*ranges(sizes)))
-        return Choice(setting, sizes, setting.estimate(workload, float(seconds.max())))
+        rank_of = np.array(setting.placement.rank_of)
+        seconds = np.bincount(rank_of, workload.of_stages(*ranges(sizes)))
+        if setting.replicas == 1:
+            return Choice(setting, sizes, setting.estimate(workload, float(seconds.max())))
+        grid = self._problem.grid(setting)
+        costs = workload.costs(sizes, setting.placement.rank_of, grid)
+        update = np.bincount(rank_of, _by_stage(costs.update))
+        reduce = np.bincount(rank_of, _by_stage(costs.reduce))
+        if setting.recipe.continuous:
+            each = update + reduce * (setting.recipe.policies[0] is VersionPolicy.STASHING)
+            slowest = seconds + each / self._microbatches_of_update(setting)
+            return Choice(setting, sizes, setting.estimate(workload, float(slowest.max())))
+        rest = workload.begin_seconds(sizes, setting.placement.rank_of, grid)
+        rest += float(reduce[0] + update[0])  # rank 0 is the last to end
+        return Choice(setting, sizes, setting.estimate(workload, float(seconds.max())) + rest)
+
+    def _microbatches_of_update(self, setting: Setting) -> int:
+        is_each = setting.recipe.policies[0] is VersionPolicy.STASHING
+        return 1 if is_each else setting.num_microbatches
 
     def _least_peak(self, choice: Choice) -> float:
         """Give what the fullest rank holds at least; all, if each holds one stage."""
@@ -259,6 +294,30 @@ def within_memory(workload: Workload, in_flight: Sequence[int], capacity: float)
         return np.where(peak <= capacity, workload.of_stages(start, stop), inf)
 
     return cost
+
+
+def _ended(one: Prediction, costs: Costs) -> float:
+    """Give when a batch has ended on all ranks, with the sums over replicas, and the updates.
+
+    A stage's sum begins with its last backward, while its rank and others go on; the sums of a
+    rank follow each other. The updates of a rank wait for all that it does.
+
+    Args:
+        one: The batch, without either.
+        costs: Of both.
+    """
+    reduce, update = _by_stage(costs.reduce), _by_stage(costs.update)
+    last = np.fmax.reduce(one.ends, axis=(0, 2))  # of each stage, its last backward
+    ended = np.zeros(len(one.busy))
+    for stage in np.argsort(last, kind="stable"):
+        rank = one.order.rank_of[stage]
+        ended[rank] = max(ended[rank], last[stage]) + reduce[stage]
+    np.add.at(ended, one.order.rank_of, update)
+    return float(max(one.makespan, ended.max()))
+
+
+def _by_stage(cost: Any) -> Floats:
+    return np.array(cost)
 
 
 def ranges(sizes: Sequence[int]) -> tuple[Integers, Integers]:

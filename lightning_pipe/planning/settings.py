@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import inf
 
 from lightning_pipe.partition.profile import Profile
+from lightning_pipe.planning.links import Links
 from lightning_pipe.planning.memory import Checkpointing
 from lightning_pipe.planning.workload import Workload
+from lightning_pipe.planning.zero import Zero
+from lightning_pipe.runtime.mesh import Grid
 from lightning_pipe.schedule import SCHEDULES, BackwardInput, Placement, accepts, schedule_names
 from lightning_pipe.schedule.registry import Schedule, look_up
 
 MOST_STAGES_PER_RANK = 4
 _MOST_MICROBATCHES = 4096
 _SPACING = 1.25
+_WORSE_ALONE = frozenset(("naive", "gpipe", "zero_bubble"))
 
 
 @dataclass(frozen=True)
@@ -23,26 +28,30 @@ class Problem:
     """What is given.
 
     Attributes:
-        profile: Of the layers.
+        profile: Of the layers, of which each device has a part if several share a layer.
         devices: That there are.
         batch_size: Samples of a batch, over all replicas.
         memory_per_device: Bytes.
-        bandwidth: Bytes per second between two devices.
-        latency: Seconds of a message without content.
+        links: Between devices.
         schedules: To choose from.
         checkpointing: To choose from.
         replicas: To choose from.
+        tensor: Devices that share a layer.
+        zeros: To choose from.
+        lowest_zero: Whether only the first of them that fits is of interest.
     """
 
     profile: Profile
     devices: int
     batch_size: int
     memory_per_device: float = inf
-    bandwidth: float = inf
-    latency: float = 0.0
+    links: Links = Links()
     schedules: tuple[str, ...] = ()
     checkpointing: tuple[Checkpointing, ...] = ("none", "stage", "layer")
     replicas: tuple[int, ...] = (1,)
+    tensor: int = 1
+    zeros: tuple[Zero, ...] = (Zero(),)
+    lowest_zero: bool = False
 
     def workload(self, setting: Setting) -> Workload:
         """Give what the layers take under a setting."""
@@ -52,9 +61,36 @@ class Problem:
             setting.num_microbatches,
             setting.checkpointing,
             setting.recipe.policies[0],
-            self.bandwidth,
-            self.latency,
+            self.links,
+            setting.replicas,
+            setting.zero,
         )
+
+    def most_ranks(self, replicas: int) -> int:
+        """Give the longest pipeline that there are devices and layers for."""
+        return min(self.devices // (replicas * self.tensor), len(self.profile.layers))
+
+    def grid(self, setting: Setting) -> Grid:
+        """Give the ranks of a setting."""
+        return Grid(setting.num_ranks, setting.replicas, self.tensor)
+
+    def zeros_of(self, schedule: str, replicas: int) -> tuple[Zero, ...]:
+        """Give what replicas may divide, as `lightning_pipe.checks` allows it.
+
+        Gradients are not divided where weights change between micro-batches, or backwards come in
+        two parts. One replica alone has nothing to divide.
+        """
+        if replicas == 1:
+            return (Zero(),)
+        recipe = look_up(schedule)
+        divides = not recipe.continuous and not splits_backward(recipe)
+        return tuple(zero for zero in self.zeros if divides or zero.stage < 2)
+
+    def next_zero(self, setting: Setting) -> Setting | None:
+        """Give the same with less memory, if this one does not fit and any may be chosen."""
+        zeros = self.zeros_of(setting.schedule, setting.replicas)
+        after = zeros[zeros.index(setting.zero) + 1 :]
+        return replace(setting, zero=after[0]) if self.lowest_zero and after else None
 
     def samples(self, replicas: int) -> int:
         """Give the samples of a batch that the largest replica gets."""
@@ -72,6 +108,7 @@ class Setting:
         num_microbatches: Of a replica's batch.
         checkpointing: Which activations are computed again.
         replicas: Number of pipelines.
+        zero: What they divide.
     """
 
     schedule: str
@@ -80,6 +117,7 @@ class Setting:
     num_microbatches: int
     checkpointing: Checkpointing = "none"
     replicas: int = 1
+    zero: Zero = Zero()
 
     @property
     def recipe(self) -> Schedule:
@@ -152,19 +190,38 @@ class Setting:
 
 
 def settings_of(problem: Problem) -> Iterator[Setting]:
-    """Give all choices that the number of layers, devices and samples allows."""
-    num_layers = len(problem.profile.layers)
-    for replicas in problem.replicas:
-        samples = problem.samples(replicas)
-        for schedule in problem.schedules:
-            splits = splits_backward(look_up(schedule))
-            for num_ranks in range(1, min(problem.devices // replicas, num_layers) + 1):
-                for v in stages_per_rank(schedule, num_ranks, num_layers):
-                    for count in microbatch_counts(schedule, num_ranks, samples):
-                        for checkpointing in problem.checkpointing:
-                            if checkpointing != "none" and splits:
-                                continue
-                            yield Setting(schedule, num_ranks, v, count, checkpointing, replicas)
+    """Give all choices that the number of layers, devices and samples allows.
+
+    If the lowest stage of ZeRO that fits is asked for, only the lowest: `Problem.next_zero` gives
+    the others.
+    """
+    for replicas, schedule in product(problem.replicas, problem.schedules):
+        zeros = problem.zeros_of(schedule, replicas)
+        zeros = zeros[:1] if problem.lowest_zero else zeros
+        for num_ranks in _depths(problem, schedule, replicas):
+            for setting in _of_depth(problem, schedule, replicas, num_ranks):
+                yield from (replace(setting, zero=zero) for zero in zeros)
+
+
+def _depths(problem: Problem, schedule: str, replicas: int) -> Iterator[int]:
+    """Give lengths of pipelines.
+
+    On a single rank no schedule is better than 1F1B, which is then plain accumulation.
+    """
+    for num_ranks in range(1, problem.most_ranks(replicas) + 1):
+        is_one = num_ranks == 1 and schedule in _WORSE_ALONE and "1f1b" in problem.schedules
+        if problem.links.hold(num_ranks * replicas * problem.tensor) and not is_one:
+            yield num_ranks
+
+
+def _of_depth(problem: Problem, schedule: str, replicas: int, num_ranks: int) -> Iterator[Setting]:
+    """Give the settings of one schedule on pipelines of one length."""
+    splits = splits_backward(look_up(schedule))
+    for v in stages_per_rank(schedule, num_ranks, len(problem.profile.layers)):
+        for count in microbatch_counts(schedule, num_ranks, problem.samples(replicas)):
+            for checkpointing in problem.checkpointing:
+                if checkpointing == "none" or not splits:
+                    yield Setting(schedule, num_ranks, v, count, checkpointing, replicas)
 
 
 def stages_per_rank(schedule: str, num_ranks: int, num_layers: int) -> Sequence[int]:

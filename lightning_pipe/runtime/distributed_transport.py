@@ -24,6 +24,19 @@ from lightning_pipe.runtime.errors import PeerLostError
 from lightning_pipe.runtime.transport import Channel, Pending, ReceiveModel, Route
 
 _THERE_AND_BACK = (Channel.ACTIVATION, Channel.GRADIENT)
+_HOST = torch.device("cpu")
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in the memory of the host; complete, if it had to be copied.
+
+    From a GPU it is copied to pinned memory, as anything else would be copied twice. Torch keeps
+    that for the next copy.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.cpu().contiguous()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor)  # waits for what computes it
 
 
 class GlooTransport:
@@ -33,7 +46,7 @@ class GlooTransport:
 
     Args:
         pipelines: The global ranks of every pipeline of the world, in order of their stages.
-        device: Where received tensors are put.
+        device: Where received activations and gradients are put.
         timeout: After which a wait ends in an error.
     """
 
@@ -59,7 +72,7 @@ class GlooTransport:
 
     def send(self, channel: Channel, peer: int, tensor: Tensor) -> None:
         """See :class:`Transport`."""
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = on_host(tensor.detach())
         # The group's own method: dist.isend adds checks that cost a third of the message.
         try:
             work = self._groups[channel, self.rank < peer].send([tensor], peer, 0)
@@ -71,12 +84,14 @@ class GlooTransport:
         self, channel: Channel, peer: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Pending:
         """See :class:`Transport`."""
-        buffer = torch.empty(shape, dtype=dtype)
+        # What is said about tensors is read by Python: that stays on the host.
+        device = self.device if channel in _THERE_AND_BACK else _HOST
+        buffer = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
         try:
             work = self._groups[channel, peer < self.rank].recv([buffer], peer, 0)
         except RuntimeError as error:  # that is said where it is waited for, which names the place
             return _LostPeer(f"receiving from rank {peer}: {error}")
-        pending = _PendingGloo(work, buffer, peer, self._asked, self.device)
+        pending = _PendingGloo(work, buffer, peer, self._asked, device)
         self._asked.add(pending)
         return pending
 

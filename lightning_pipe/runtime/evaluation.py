@@ -32,6 +32,8 @@ class EvaluationRound:
         batch: Names the random streams, with the number of the micro-batch.
     """
 
+    summed_at: float | None = None
+
     def __init__(
         self,
         pieces: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],

@@ -21,7 +21,7 @@ from lightning_pipe.runtime.activation_offload import ActivationOffload
 from lightning_pipe.runtime.errors import PeerLostError, PipelineError
 from lightning_pipe.runtime.mailbox import Key, Mailbox
 from lightning_pipe.runtime.payload import Entrance, Spec, assemble, disassemble, flatten
-from lightning_pipe.runtime.recording import Recorder
+from lightning_pipe.runtime.recording import AwaitReduction, Recorder
 from lightning_pipe.runtime.split_backward import SplitBackward, Start, run_backward
 from lightning_pipe.runtime.transport import Channel, Route
 from lightning_pipe.schedule.instructions import (
@@ -44,7 +44,13 @@ Program = Sequence[Instruction]
 
 
 class Work(Protocol):
-    """What a round computes; the executor decides when, this decides what."""
+    """What a round computes; the executor decides when, this decides what.
+
+    Attributes:
+        summed_at: When the latest update had the sums that it waits for first; ``None`` if none.
+    """
+
+    summed_at: float | None
 
     def forward(self, step: Forward, activation: Any) -> Any:
         """Run a stage. ``activation`` is what entered it (nothing on stage 0).
@@ -152,6 +158,10 @@ class Executor:
             if isinstance(instruction, Compute):
                 busy += ended - began
             if recorder is not None:
+                if isinstance(instruction, Update) and work.summed_at is not None:
+                    wait = AwaitReduction(instruction.stage, instruction.update)
+                    recorder.add(wait, began, work.summed_at)
+                    began = work.summed_at
                 recorder.add(instruction, began, ended)
         measured.wall += time.perf_counter() - start
         measured.busy += busy

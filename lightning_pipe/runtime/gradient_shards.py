@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_pipe.runtime.groups import Group, Pending
-from lightning_pipe.runtime.reduction import local_part
+from lightning_pipe.runtime.reduction import cut_like, local_part
 
 _BUCKET_BYTES = 4 * 2**20
 _UNDER_WAY = 2
@@ -147,7 +147,7 @@ class StageGradients:
             self._receive()
         present = [float(p.grad is not None) for p in bucket.parameters]
         pieces = [
-            local_part(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+            local_part(torch.zeros_like(p) if p.grad is None else cut_like(p.grad, p)).reshape(-1)
             for p in bucket.parameters
         ]
         for parameter in bucket.parameters:

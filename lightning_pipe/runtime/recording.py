@@ -1,7 +1,7 @@
 """What one rank did and when, kept for whoever wants to look at it later.
 
 A recorder is given every instruction with the time at which the rank turned to it and at which it
-was complete, and the two waits of a round that are no instructions. That costs two readings of a
+was complete, and the waits of a round that are no instructions. That costs two readings of a
 clock and an append; nothing is computed, nothing is sent.
 """
 
@@ -32,7 +32,20 @@ class AwaitEnding:
     round: int
 
 
-Step: TypeAlias = Instruction | AwaitBatch | AwaitEnding
+@dataclass(frozen=True, slots=True)
+class AwaitReduction:
+    """Wait, before an update, until gradients are summed over all who hold the parameters.
+
+    Attributes:
+        stage: Whose update it is.
+        update: Its number.
+    """
+
+    stage: int
+    update: int
+
+
+Step: TypeAlias = Instruction | AwaitBatch | AwaitEnding | AwaitReduction
 Entry: TypeAlias = tuple[Step, float, float]
 """A step, and the seconds of ``time.perf_counter`` at its start and at its end."""
 

@@ -60,8 +60,10 @@ class GradientSum:
         self._gradients = list(gradients)
         trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
         for index in trained:
-            if self._gradients[index] is None:
-                self._gradients[index] = torch.zeros_like(parameters[index])
+            gradient, parameter = self._gradients[index], parameters[index]
+            self._gradients[index] = (
+                torch.zeros_like(parameter) if gradient is None else cut_like(gradient, parameter)
+            )
         self._trained = trained
         present = [float(gradients[index] is not None) for index in trained]
         self._present = torch.tensor(present)
@@ -113,6 +115,16 @@ class StageReductions:
                 sums = zip(reduction.parameters, under_way.wait(), strict=True)
                 for parameter, gradient in sums:
                     parameter.grad = gradient
+
+
+def cut_like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient of which each rank has the part that it has of the parameter. Collective.
+
+    torch leaves some as parts of a sum, others not: that depends on the layer.
+    """
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
 
 
 def local_part(tensor: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,8 +140,10 @@ class SynchronousWork:
 
     Attributes:
         scale_loss: Scales each loss before its backward.
+        summed_at: See :class:`~lightning_pipe.runtime.executor.Work`.
     """
 
+    summed_at: float | None = None
     scale_loss: Scale = staticmethod(unscaled)
 
     def __init__(
@@ -190,6 +193,7 @@ class SynchronousWork:
 
     def update(self, step: Update) -> None:
         """Take a stage's gradients away from its parameters; Lightning's backward brings them."""
+        self.summed_at = None
         self._end_stages()
         self._take(p for layer in self._stages[step.stage].layers for p in layer.parameters())
         self._take(self._to_take)
@@ -212,6 +216,8 @@ class SynchronousWork:
         if self._is_ending:
             self._is_ending = False
             self._sums.finish()
+            if self._reductions:
+                self.summed_at = time.perf_counter()
             if self._shards is not None:
                 self._shards.end_round()
 
@@ -230,7 +236,12 @@ class AsynchronousWork:
         per_microbatch: Whether every micro-batch makes an update (PipeDream), or every batch (2BW).
         apply_update: Makes the updates that are not left to the caller.
         replicas: The ranks that hold this stage, too.
+
+    Attributes:
+        summed_at: See :class:`~lightning_pipe.runtime.executor.Work`.
     """
+
+    summed_at: float | None = None
 
     def __init__(
         self, stage: Stage, per_microbatch: bool, apply_update: ApplyUpdate, replicas: Group
@@ -290,6 +301,7 @@ class AsynchronousWork:
         """Update now, or leave the last update of the round to the caller."""
         sums = self._sums.pop(step.update, None)
         summed = self._gathered.pop(step.update) if sums is None else sums.wait()
+        self.summed_at = None if sums is None else time.perf_counter()
         gradients = self._store.with_parameters(summed)
         batch = self._batch_of.pop(step.update)
         self._store.advance(step.keeps, in_flight=bool(self._update_of))

@@ -118,6 +118,42 @@ def test_all_that_is_wrong_is_listed() -> None:
     }
 
 
+def test_replicas_and_what_they_divide() -> None:
+    options: dict[str, Any] = {"partition": [3, 5], "data_parallel_size": 2}
+    whole = inspected(devices=4, strategy=options, memory=1e6)
+    divided = inspected(devices=4, strategy=options | {"zero_stage": 1}, memory=1e6)
+
+    assert divided.is_possible
+    assert divided.num_ranks == 4
+    answers = rows(divided)
+    assert answers["ranks"].text == "4 processes, 2 in a pipeline, 2 replicas"
+    assert answers["ZeRO"].text == "1: 2 replicas divide the states of the optimizer"
+    assert answers["batch"].text == "16 samples for each replica"
+    assert rows(whole)["ZeRO"].text == "0: replicas divide nothing"
+    # Of AdamW's two states each replica has one half: as much as the weights.
+    for stage in divided.stages:
+        spared = whole.peak_bytes[stage.rank] - divided.peak_bytes[stage.rank]
+        outside = 4
+        assert spared == pytest.approx(4 * stage.parameters, abs=outside + 16)
+
+
+class Distributed(Classifier):
+    """Distributes its layers, for which there must be a mesh."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+
+
+def test_layers_that_are_distributed_in_the_ranks_are_not_looked_at() -> None:
+    findings = inspected(Distributed(), 4, {"tensor_parallel_size": 2})
+
+    assert findings.is_possible
+    answers = rows(findings)
+    assert answers["ranks"].text == "4 processes, 2 in a pipeline, 2 share each layer"
+    assert answers["layers"].status == "not checked"
+    assert "there are none before a run" in answers["layers"].text
+
+
 class Chain(nn.Module):
     """Does something between its layers."""
 
@@ -171,11 +207,33 @@ class Adversarial(Classifier):
             "Between layers 'chain.layers.0' and 'chain.layers.1'",
         ),
         (Elsewhere(), {}, "code between layers", "did not call its pipelined module 'model'"),
-        (Tied(), {"strategy": {"partition": [5, 3]}}, "shared parameters", "'model.6.weight'"),
+        (
+            Tied(),
+            {"strategy": {"partition": [5, 3], "schedule": "pipedream"}},
+            "shared parameters",
+            "'model.6.weight'",
+        ),
         (Adversarial(), {}, "optimizer", "Put the parameters into groups of one optimizer"),
         (None, {"strategy": {"schedule": "nix"}}, "options", "There is no schedule 'nix'"),
         (None, {"strategy": {"pipeline_parallel_size": 3}}, "ranks", "Trainer(devices=3)"),
         (None, {"strategy": {"stages_per_rank": 2}}, "schedule", "one stage per rank"),
+        (None, {"strategy": {"data_parallel_size": 4}}, "ranks", "with 2 processes"),
+        (
+            None,
+            {
+                "devices": 4,
+                "strategy": {"data_parallel_size": 2, "zero_stage": 2}
+                | {"schedule": "zero_bubble"},
+            },
+            "schedule",
+            "Use zero_stage=1",
+        ),
+        (
+            None,
+            {"strategy": {"schedule": "pipedream", "zero_stage": 3}},
+            "options",
+            "old versions of the weights",
+        ),
         (None, {"strategy": {"module": "modle"}}, "layers", "did you mean 'model'"),
         (
             None,
@@ -216,6 +274,7 @@ class Normalised(Classifier):
     [
         (Normalised(), {}, "BatchNorm", "normalise each micro-batch by itself"),
         (None, {"strategy": {"deferred_batchnorm": True}}, "BatchNorm", "it has no effect"),
+        (None, {"strategy": {"zero_stage": 1}}, "ZeRO", "there is nothing to divide"),
         (
             Whole(),
             {"strategy": {"schedule": "interleaved", "stages_per_rank": 2}},
@@ -318,6 +377,25 @@ def test_data_elsewhere(project: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "schedule ok gpipe, 2 stages" in output
     assert "stages ok 4, 4 layers" in output
     assert "logged values ok" in output
+
+
+def test_replicas_are_compared(project: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", project, "--data-parallel-size=2", "--zero-stage=2"]) == 0
+
+    output = " ".join(capsys.readouterr().out.split())
+    assert "4 processes, 2 in a pipeline, 2 replicas" in output
+    assert "gradients ok The gradients of" in output
+    assert "2 replicas had a share of the batch each" in output
+
+
+def test_ranks_that_share_layers_are_not_compared(
+    project: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", project, "--tensor-parallel-size=2"]) == 0
+
+    output = " ".join(capsys.readouterr().out.split())
+    assert "4 processes, 2 in a pipeline, 2 share each layer" in output
+    assert "gradients not checked Gradients cannot be compared with tensor_parallel_size" in output
 
 
 def test_no_run_where_something_is_in_the_way(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -37,10 +38,10 @@ LINKS = ["--bandwidth=10GB/s", "--latency=100us", "--batch-size=32"]
 
 
 def test_table(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", saved, "4", "--memory=6GiB", *LINKS]) == 0
+    assert main(["plan", saved, "4", "--memory=6GiB", "--replicas=1", *LINKS]) == 0
     output, errors = capsys.readouterr()
     assert not errors
-    best, *_ = plan(profile(), 4, 6 * 2**30, 10e9, 1e-4, batch_size=32)
+    best, *_ = plan(profile(), 4, 6 * 2**30, 10e9, 1e-4, batch_size=32, replicas=1)
     rows = [line.split() for line in output.splitlines()]
     first = next(row for row in rows if row and row[0] == best.schedule)
     assert first[1:5] == [
@@ -70,35 +71,58 @@ def test_json(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def of_settings(strategy: object) -> tuple[object, ...]:
+HYBRID = [
+    "--memory=500MiB",
+    "--bandwidth=10GB/s",
+    "--batch-size=32",
+    "--replicas=2",
+    "--zero=auto",
+    "--tensor=2",
+    "--schedules=1f1b",
+    "--devices-per-node=4",
+    "--node-bandwidth=1GB/s",
+]
+
+
+def assert_takes(strategy: object, document: dict[str, Any]) -> None:
+    """The strategy has what the document says, and it is what the planner would choose."""
     assert isinstance(strategy, PipelineStrategy)
-    found = strategy._settings
-    sizes, ranks = tuple(found.partition), strategy._pipeline_parallel_size
-    checkpointing = found.activation_checkpointing
-    return (
-        found.schedule,
-        found.num_microbatches,
-        found.stages_per_rank,
-        sizes,
-        checkpointing,
-        ranks,
+    (best,) = plan(
+        profile(),
+        8,
+        500 * 2**20,
+        10e9,
+        batch_size=32,
+        replicas=2,
+        zero_stage="auto",
+        tensor_parallel_size=2,
+        schedules=("1f1b",),
+        devices_per_node=4,
+        node_bandwidth=1e9,
     )
-
-
-def expected_settings() -> tuple[object, ...]:
-    best, *_ = plan(profile(), 2, 6 * 2**30, batch_size=32)
-    return (*(tuple(v) if isinstance(v, list) else v for v in best.strategy_config().values()),)
+    assert document == best.strategy_config()
+    found = strategy._settings
+    assert found.schedule == best.schedule
+    assert found.num_microbatches == best.num_microbatches
+    assert tuple(found.partition) == best.partition
+    assert found.activation_checkpointing == best.activation_checkpointing
+    assert strategy._sizes == (2, 2, 2)
+    assert strategy._zero_stage == best.zero_stage == 3
+    assert strategy._reshards
 
 
 def test_hydra_takes_it(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", saved, "2", "--memory=6GiB", "--batch-size=32", "--yaml=hydra"]) == 0
+    assert main(["plan", saved, "8", "--yaml=hydra", *HYBRID]) == 0
     text = capsys.readouterr().out
-    assert "trainer.devices=2" in text
+    assert "trainer.devices=4 trainer.num_nodes=2" in text
+    assert "Each of 2 replicas" in text
     (tmp_path / "strategy").mkdir()
     (tmp_path / "strategy" / "planned.yaml").write_text(text)
     with initialize_config_dir(str(tmp_path), version_base=None):
         config = compose(overrides=["+strategy=planned"])
-    assert of_settings(instantiate(config.strategy)) == expected_settings()
+    document = yaml.safe_load(text)
+    assert document.pop("_target_") == "lightning_pipe.PipelineStrategy"
+    assert_takes(instantiate(config.strategy), document)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # how Lightning uses jsonargparse
@@ -108,15 +132,28 @@ def test_lightning_cli_takes_it(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert main(["plan", saved, "2", "--memory=6GiB", "--batch-size=32", "--yaml=cli"]) == 0
+    assert main(["plan", saved, "8", "--yaml=cli", *HYBRID]) == 0
     path = tmp_path / "planned.yaml"
     path.write_text(capsys.readouterr().out)
-    assert yaml.safe_load(path.read_text())["trainer"]["devices"] == 2
     monkeypatch.setattr("sys.argv", ["app.py"])
     args = [f"--config={path}", "--trainer.accelerator=cpu"]
     cli = LightningCLI(BoringModel, run=False, args=args, seed_everything_default=False)
-    assert cli.trainer.num_devices == 2
-    assert of_settings(cli.trainer.strategy) == expected_settings()
+    assert (cli.trainer.num_devices, cli.trainer.num_nodes) == (4, 2)
+    given = yaml.safe_load(path.read_text())["trainer"]["strategy"]["init_args"]
+    assert_takes(cli.trainer.strategy, given)
+
+
+def test_table_of_replicas(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are compared without being asked for, where they have a price."""
+    words = ["plan", saved, "8", "--memory=600MiB", "--zero=0,1,2,3", *LINKS]
+    assert main([*words, "--schedules=1f1b,gpipe", "--tensor=2"]) == 0
+    output = capsys.readouterr().out
+    rows = [line.split() for line in output.splitlines() if line.startswith(("1f1b", "gpipe"))]
+    assert {row[5] for row in rows} >= {"1", "2"}
+    assert {row[6] for row in rows} >= {"0", "2", "3*"}
+    assert "2 devices share each layer: an upper bound." in output
+    assert "…" not in output
+    assert max(map(len, output.splitlines())) <= 80
 
 
 def test_infeasible(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +190,9 @@ def test_costs_that_the_user_estimates(capsys: pytest.CaptureFixture[str]) -> No
         (["1,2", "2", "--batch-size=4", "--schedules=gpip"], "Did you mean 'gpipe'"),
         (["1,2", "2", "--batch-size=4", "--yaml=cli", "--json"], "choose one"),
         (["1,2", "2", "--batch-size=4", "--activation-checkpointing=all"], "'all'"),
+        (["1,2", "2", "--batch-size=4", "--zero=4"], "--zero=4"),
+        (["1,2", "2", "--batch-size=4", "--tensor=3"], "tensor_parallel_size=3 must be 1 to 2"),
+        (["1,2", "2", "--batch-size=4", "--node-bandwidth=1GB/s"], "needs devices_per_node"),
         (["no-such-file.json", "2"], "no-such-file.json"),
         (["1,2"], "devices"),
     ],

@@ -12,7 +12,7 @@ from lightning_pipe.monitoring.prediction import events_of, predict
 from lightning_pipe.monitoring.replay import Rows, Times, records_of, replay
 from lightning_pipe.monitoring.report import MonitorReport, RankRecords
 from lightning_pipe.programs import Timing
-from lightning_pipe.runtime.recording import AwaitBatch, AwaitEnding, Fill, Round
+from lightning_pipe.runtime.recording import AwaitBatch, AwaitEnding, AwaitReduction, Fill, Round
 from lightning_pipe.schedule import (
     SCHEDULES,
     Costs,
@@ -21,6 +21,7 @@ from lightning_pipe.schedule import (
     Receive,
     ReceiveActivation,
     Timeline,
+    Update,
     make_plan,
     simulate,
 )
@@ -79,6 +80,7 @@ def assert_complete(bubbles: Sequence[Bubble], timeline: Timeline) -> None:
             bubble.communication,
             bubble.cool_down,
             bubble.overhead,
+            bubble.reduction,
         )
         assert min(kinds) >= -1e-9
         assert bubble.busy == pytest.approx(busy)
@@ -200,6 +202,25 @@ def test_waits_of_a_round_that_are_no_messages() -> None:
         11, 2, warm_up=1.75, imbalance=2.25, communication=1, cool_down=1, overhead=3
     )
     assert second == Bubble(11, 5, warm_up=1.5, imbalance=3, communication=1.5)
+
+
+def test_a_sum_costs_what_it_takes_longer_than_all_computes() -> None:
+    rounds = [
+        Round(0, [(Forward(0, 0), 0, 1), (Forward(0, 1), 1, 6), (AwaitReduction(0, 0), 6, 9)]),
+        Round(0, [(Forward(1, 0), 1, 2), (AwaitReduction(1, 0), 2, 8)]),
+    ]
+
+    first, second = split_fill([map_records(rounds)])
+
+    assert first == Bubble(9, 6, reduction=3)
+    assert second == Bubble(9, 1, warm_up=1, cool_down=4, reduction=3)
+
+
+def test_a_sum_between_computes() -> None:
+    """As of PipeDream, which updates after every backward."""
+    entries = [(Forward(0, 0), 0, 1), (AwaitReduction(0, 0), 1, 3), (Update(0, 0), 3, 4)]
+    (bubble,) = split_fill([map_records([Round(0, [*entries, (Forward(0, 1), 4, 5)])])])
+    assert bubble == Bubble(5, 2, overhead=1, reduction=2)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])

@@ -61,7 +61,7 @@ def by_simulation(profile: Profile, candidate: Candidate, batch_size: int, hop: 
 
 def test_predictions_are_those_of_the_exact_simulation() -> None:
     profile, bandwidth, latency = a_profile(24), 10e9, 1e-4
-    found = plan(profile, 4, 6 * GIB, bandwidth, latency, batch_size=32)
+    found = plan(profile, 4, 6 * GIB, bandwidth, latency, batch_size=32, replicas=1)
     assert {c.schedule for c in found} >= {"gpipe", "1f1b", "interleaved", "zero_bubble"}
     for candidate in found:
         seconds = by_simulation(profile, candidate, 32, lambda b: latency + b / bandwidth)
@@ -93,7 +93,7 @@ def configurations(profile: Profile, devices: int, batch_size: int) -> Iterator[
             sizes = tuple(b - a for a, b in pairwise((0, *inner, n)))
             choices = product(("gpipe", "1f1b"), (1, 2, 4), ("none", "stage", "layer"))
             for schedule, m, kind in choices:
-                yield Candidate(schedule, ranks, 1, sizes, m, kind, 1, 0, 0, (), ())
+                yield Candidate(schedule, ranks, 1, sizes, m, kind, 1, 1, 0, False, 0, 0, (), ())
 
 
 @pytest.mark.parametrize(("seed", "gib"), [(0, None), (1, 0.8), (2, 0.55), (3, 0.7), (6, None)])
@@ -106,6 +106,7 @@ def test_as_good_as_the_best_of_all_configurations(seed: int, gib: float | None)
         None if gib is None else gib * GIB,
         batch_size=batch_size,
         schedules=("gpipe", "1f1b"),
+        replicas=1,
     )
     best = inf
     for one in configurations(profile, 3, batch_size):
@@ -142,7 +143,7 @@ def test_the_strategy_takes_every_candidate() -> None:
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
 def test_depth_follows_the_devices(devices: int) -> None:
-    (best, *_) = plan(a_profile(24), devices, 6 * GIB, batch_size=32)
+    (best, *_) = plan(a_profile(24), devices, 6 * GIB, batch_size=32, replicas=1)
     assert best.pipeline_parallel_size == devices
     assert len(best.peak_bytes) == len(best.bubble) == devices
 
@@ -155,7 +156,7 @@ def test_fewer_devices_where_messages_are_slow() -> None:
 def test_a_slow_link_sets_the_pace() -> None:
     """The simulation lets messages overlap without limit; a link does not."""
     profile, bandwidth = a_profile(8), 1e8
-    options: Any = {"batch_size": 8, "schedules": ("gpipe",)}
+    options: Any = {"batch_size": 8, "schedules": ("gpipe",), "replicas": 1}
     (best,) = plan(profile, 2, 1.3 * GIB, bandwidth, **options)  # one device has no room for it
     assert best.pipeline_parallel_size == 2
     sent = profile.layers[0].output_bytes  # of the batch, there and back again
@@ -249,7 +250,7 @@ def test_asynchronous_schedules_only_if_named_and_in_their_steady_state() -> Non
 
 def test_a_thousand_layers_on_64_devices() -> None:
     """In 5 seconds on two cores with nothing else to do (`timeout` in the configuration: 120)."""
-    found = plan(a_profile(1000), 64, bandwidth=10e9, latency=1e-4, batch_size=128)
+    found = plan(a_profile(1000), 64, bandwidth=10e9, latency=1e-4, batch_size=128, replicas=1)
     assert found[0].pipeline_parallel_size > 56
     assert found[0].schedule == "zero_bubble"
 

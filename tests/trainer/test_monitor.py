@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from lightning_pipe import PipelineMonitor
 from lightning_pipe.monitoring.clock import behind_first
+from lightning_pipe.runtime.groups import GlooGroup
 
 from .lit import Classifier, Options, loader, trainer
 from .pipedream import fit as fit_pipedream
 from .pipedream import make_batches
 from .ranks import Ranks
 
-KINDS = ("warm_up", "imbalance", "communication", "cool_down", "overhead")
+KINDS = ("warm_up", "imbalance", "communication", "cool_down", "overhead", "reduction")
 
 
 class _Sleep(torch.autograd.Function):
@@ -133,6 +134,62 @@ def test_unequal_stages(ranks: Ranks, schedule: str) -> None:
     assert predicted == pytest.approx(measured, rel=0.15)
     assert text.splitlines()[0].startswith("Pipeline, the latest")
     assert len(text.splitlines()) == 5
+
+
+# ----------------------------------------------------------------------------------------- replicas
+
+SUM_S = 0.04
+
+
+class SlowSum:
+    """A sum that is there so long after it was asked for."""
+
+    def __init__(self, pending: Any) -> None:
+        self._pending, self._until = pending, time.perf_counter() + SUM_S
+
+    def wait(self) -> None:
+        self._pending.wait()
+        time.sleep(max(0.0, self._until - time.perf_counter()))
+
+
+def nap_in_replicas(schedule: str, count: int, folder: str) -> Any:
+    original = GlooGroup.sum
+    GlooGroup.sum = lambda *args: SlowSum(original(*args))  # type: ignore[method-assign]
+    try:
+        monitor = PipelineMonitor(trace=Path(folder, "trace.json"))
+        options: Options = {"schedule": schedule, "num_microbatches": count}
+        options |= {"partition": "uniform", "data_parallel_size": 2}
+        run = trainer(options, max_epochs=1, callbacks=[monitor])
+        run.fit(Naps(0.01, 0.01), loader(count * 16, count))
+    finally:
+        GlooGroup.sum = original  # type: ignore[method-assign]
+    report = monitor.report
+    walls = report and [b.wall * b.share("reduction") for b in report.bubbles]
+    return of_pipeline(run), report and (str(report), report.batches, walls)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_sums_over_replicas_are_told_from_other_waits(
+    ranks: Ranks, tmp_path: Path, schedule: str
+) -> None:
+    """Of 2 x 2 ranks those of the first replica are shown."""
+    count = 1 if schedule == "pipedream" else 4
+    results = ranks.run(4, nap_in_replicas, schedule, count, str(tmp_path))
+
+    metrics, (text, batches, seconds) = results[0]
+    assert [other for other, _ in results] == [metrics] * 4
+    assert [report for _, report in results[1:]] == [None] * 3
+    check_metrics(metrics, 2)
+    assert "pipeline/rank2/bubble" not in metrics
+    assert len(text.splitlines()) == 5
+    assert text.splitlines()[1].split()[-1] == "reduction"
+    assert batches == 8
+    for rank in range(2):  # once a batch: after the last backward, or before each update
+        assert 0.9 * SUM_S < seconds[rank] / batches < 2 * SUM_S
+    if schedule == "1f1b":  # the last rank's sum comes while the first one is still computing
+        assert metrics["pipeline/rank1/bubble_cool_down"] > 0.1
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["tid"] for e in trace if e.get("args", {}).get("kind") == "reduce"} == {0, 1}
 
 
 def test_late_messages_are_told_from_slow_stages(ranks: Ranks) -> None:

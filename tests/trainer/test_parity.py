@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from lightning_pipe.checking.parity import ParityError, compare, compare_gradients
 from lightning_pipe.checking.parity_records import Run
 from lightning_pipe.runtime import training
+from lightning_pipe.runtime.groups import Alone, GlooGroup
 from lightning_pipe.runtime.steps import Losses
 
 from .lit import FEATURES, Classifier, Options, Samples, loader, samples
@@ -51,6 +52,7 @@ def test_equal_to_one_device(options: Options) -> None:
     assert report.is_equal, report
     assert report.reference == "batch"
     assert report.num_microbatches == options["num_microbatches"]
+    assert report.loss is not None
     assert report.loss[0] == pytest.approx(report.loss[1], abs=1e-12)
     assert report.differences[0].relative < 1e-12
     norms = {n: float(p.grad.norm()) for n, p in twin.named_parameters() if p.grad is not None}
@@ -83,6 +85,77 @@ def test_where_processes_cannot_be_forked(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert report.is_equal, report
     assert report.reference == "micro-batches"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "interleaved", "stages_per_rank": 2, "num_microbatches": 2},
+        {"schedule": "pipedream", "num_microbatches": 3},
+        {"zero_stage": 1, "schedule": "zero_bubble"},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+    ],
+    ids=lambda options: f"{options.get('schedule', '1f1b')}-{options.get('zero_stage', 0)}",
+)
+def test_replicas_have_the_gradients_of_all_samples(options: Options) -> None:
+    """16 samples, of which two replicas have 8 each; what they divide is put together."""
+    report = compare_gradients(Inside(), loader(), devices=4, data_parallel_size=2, **options)
+
+    assert report.is_equal, report
+    assert report.reference == "batch"
+    assert report.differences[0].relative < 1e-12
+    assert len([d for d in report.differences if d.norm > 0]) > 8
+    assert report.loss is not None
+    assert report.loss[0] == pytest.approx(report.loss[1], abs=1e-12)
+    assert not report.logged
+    assert "2 replicas had a share" in report.notes[-1]
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "pipedream"}], ids=str)
+def test_replicas_that_share_unequally_or_draw_random_numbers(options: Options) -> None:
+    """11 samples are 6 and 5, or with an asynchronous schedule twice 5."""
+    report = compare_gradients(
+        Noisy(), loader(), 4, batch_size=11, data_parallel_size=2, num_microbatches=2, **options
+    )
+
+    assert report.is_equal, report
+    assert report.reference == "micro-batches"
+    assert report.differences[0].relative < 1e-12
+
+
+def test_replicas_that_weigh_their_losses() -> None:
+    report = compare_gradients(Summed(weighted=True), loader(), 4, data_parallel_size=2)
+
+    assert report.is_equal, report
+    assert report.loss is None
+    assert "and the loss, since training_step returns weights" in report.notes[-1]
+
+
+def test_a_replica_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GlooGroup, "sum", lambda group, tensor: Alone().sum(tensor))
+
+    report = compare_gradients(Inside(), loader(), 2, data_parallel_size=2)
+
+    assert not report.is_equal
+    assert all(d.relative > 1e-3 for d in report.differences if d.norm > 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 4, "tensor_parallel_size": 2}, "one device has none"),
+        ({"devices": 3, "data_parallel_size": 2}, "with 3 processes"),
+    ],
+)
+def test_sizes_that_cannot_be_compared(options: Options, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        compare_gradients(Classifier(), loader(), **options)
+
+
+def test_more_replicas_than_samples() -> None:
+    with pytest.raises(ParityError, match="at least one sample for each"):
+        compare_gradients(Classifier(), loader(), 2, batch_size=1, data_parallel_size=2)
 
 
 # ----------------------------------------------------------------------------------- wrong engines
@@ -126,6 +199,7 @@ def test_a_micro_batch_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report.is_equal
     assert report.reference == "batch"
     assert all(d.relative > 1e-3 for d in report.differences)
+    assert report.loss is not None
     assert report.loss[0] == pytest.approx(report.loss[1], abs=1e-12)
     assert not report.notes
 

@@ -1,0 +1,59 @@
+"""All kinds of parallelism at once: two stages, two replicas, two ranks for each layer."""
+
+from __future__ import annotations
+
+import pytest
+from trainer.lit import Options, assert_equal_weights
+from trainer.ranks import Ranks
+
+from .sharded import fit, together
+
+CUBE = {
+    "module": "model",
+    "pipeline_parallel_size": 2,
+    "data_parallel_size": 2,
+    "tensor_parallel_size": 2,
+}
+CLIPPED = {"gradient_clip_val": 0.05}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("pipeline", "model"),
+    [
+        ({"schedule": "1f1b"}, {"tied": True}),
+        (
+            {
+                "schedule": "interleaved",
+                "stages_per_rank": 2,
+                "activation_checkpointing": "stage",
+                "partition_activations": True,
+            },
+            {},
+        ),
+        ({"schedule": "zero_bubble"}, {"loss_parallel": True}),
+    ],
+    ids=["1f1b, tied", "interleaved, partitioned activations", "zero_bubble, loss in parts"],
+)
+def test_weights_equal_one_device(
+    ranks: Ranks, pipeline: Options, model: Options, zero_stage: int
+) -> None:
+    if pipeline["schedule"] == "zero_bubble" and zero_stage > 1:
+        pytest.skip("refused: see test_replicas.py")
+    (expected,) = ranks.run(1, fit, None, CLIPPED, model)
+    divided = {**CUBE, **pipeline, "zero_stage": zero_stage}
+    found = together(ranks.run(8, fit, divided, CLIPPED, model))
+    assert_equal_weights(found, expected)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize(
+    "pipeline", [{"schedule": "pipedream"}, {"schedule": "pipedream_2bw"}], ids=str
+)
+def test_versions_of_weights_are_those_of_one_pipeline(
+    ranks: Ranks, pipeline: Options, zero_stage: int
+) -> None:
+    expected = together(ranks.run(2, fit, {**pipeline, "module": "model"}, {}, {}, True))
+    divided = {**CUBE, **pipeline, "zero_stage": zero_stage}
+    found = together(ranks.run(8, fit, divided, {}, {}, True))
+    assert_equal_weights(found, expected)
