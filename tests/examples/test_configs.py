@@ -40,7 +40,7 @@ def test_strategy_names_all_options_with_their_defaults() -> None:
     config = instantiate(train_config().strategy, _target_="builtins.dict", _convert_="all")
     parameters = inspect.signature(PipelineStrategy).parameters
     # Options that have a single valid value so far, and what the Trainer sets.
-    fixed = {"data_parallel_size", "tensor_parallel_size", "process_group_backend"}
+    fixed = {"process_group_backend"}
     fixed |= {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"}
     fixed |= {"precision_plugin"}
     assert config == {name: p.default for name, p in parameters.items() if name not in fixed}
