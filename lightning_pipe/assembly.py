@@ -45,8 +45,8 @@ from lightning_pipe.runtime.host_copies import host_copies
 from lightning_pipe.runtime.microbatch import find_batch_size, split_batch
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
-from lightning_pipe.runtime.rounds import Sharing
 from lightning_pipe.runtime.stage import Checkpointing, Stage
+from lightning_pipe.runtime.training import Sharing
 from lightning_pipe.runtime.transport import Transport
 from lightning_pipe.schedule import Plan, look_up, make_plan, policy_for, simulate
 from lightning_pipe.sharing import Groups, SharedParameters
@@ -216,8 +216,8 @@ class Assembly:
                 settings.activation_checkpointing,
                 random_states,
                 settings.deferred_batchnorm,
-                offload,
-                partition,
+                offload=offload,
+                partition=partition,
             )
         self.pipeline = Pipeline(
             stages,

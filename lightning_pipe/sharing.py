@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pipe.partition import PipelinedLayers, stage_slices, tied_parameters
 from lightning_pipe.runtime.groups import Group
 from lightning_pipe.runtime.reduction import Reduction, local_part
-from lightning_pipe.runtime.rounds import Sharing
-from lightning_pipe.runtime.training import Shards
+from lightning_pipe.runtime.training import Shards, Sharing
 from lightning_pipe.schedule import Placement
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
@@ -27,12 +26,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_pipe import checks
 from lightning_pipe.assembly import Assembly, Settings
 from lightning_pipe.checkpoint import CheckpointError, PipelineCheckpointIO
 from lightning_pipe.clipping import clip_over
+from lightning_pipe.connections import Connections
 from lightning_pipe.coordination import Coordination
 from lightning_pipe.data import load_alike
 from lightning_pipe.evaluation import PipelineEvaluation
@@ -45,12 +44,7 @@ from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.programs import Timing
 from lightning_pipe.relay import StepLogs
 from lightning_pipe.report import PipelineReport
-from lightning_pipe.runtime.consensus import Consensus
-from lightning_pipe.runtime.distributed_transport import GlooTransport
-from lightning_pipe.runtime.groups import GlooGroups
-from lightning_pipe.runtime.mesh import make_mesh
 from lightning_pipe.runtime.microbatch import find_batch_size
-from lightning_pipe.runtime.network import gloo_interface
 from lightning_pipe.runtime.pipeline import Pipeline
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.saving import PipelineCheckpoints
@@ -59,7 +53,6 @@ from lightning_pipe.trainer_patches import count_throughput_by_replica
 from lightning_pipe.training import PipelineTraining
 from lightning_pipe.zero import Division
 
-T = TypeVar("T")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -258,14 +251,16 @@ class PipelineStrategy(PipelineProcesses):
             module.trainer, self.grid.data, self._zero_stage, self._layer_sync is not None
         )
         checks.check_checkpoint_io(self.checkpoint_io, self._saves_distributed_checkpoint)
-        with self._gloo_interface():
-            _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
-            by_layers = self.grid.tensor > 1 or self._zero_stage == 3
-            self._mesh = self._mesh or make_mesh(self.root_device, self.grid, by_layers)
-            module._device_mesh = self._mesh
-            pipelines = self.grid.pipelines()
-            self._transport = GlooTransport(pipelines, self.root_device, self._timeout)
-            self._groups = GlooGroups(self.grid, self._timeout)
+        self._connections = Connections(
+            self.grid,
+            self.root_device,
+            self._timeout,
+            self.cluster_environment,
+            self.num_nodes,
+            self._mesh,
+            for_layers=self.grid.tensor > 1 or self._zero_stage == 3,
+        )
+        self._mesh = module._device_mesh = self._connections.mesh
         self._assembly = None
         self._checkpoints = PipelineCheckpoints(
             module,
@@ -318,34 +313,32 @@ class PipelineStrategy(PipelineProcesses):
         self._shard()
         assembly = self._assembly
         assert assembly is not None
-        with self._gloo_interface():  # it makes groups, too
-            shared = assembly.settle(self._groups)
+        connections = self._connections
+        with connections.making_groups():
+            shared = assembly.settle(connections.groups)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        assert self._mesh is not None
-        replicas = self._mesh["data_parallel"]
+        replicas = connections.mesh["data_parallel"]
         division = Division(self._zero_stage, shared, replicas, self._reshards)
         self._division = division
         seed, states = self._shared_randomness()
         random_states = RandomStates(seed, self.grid.data_rank, self.root_device)
         random_states.set(states)
-        consensus = Consensus(self._groups.peers, self.grid.tensor)
-        tensor_group = self._mesh["tensor_parallel"].get_group()
         pipeline = assembly.connect(
-            self._transport,
+            connections.transport,
             random_states,
             shared.sharing(division.shards),
-            consensus,
-            tensor_group,
+            connections.consensus,
+            connections.mesh["tensor_parallel"].get_group(),
         )
         context = self.precision_plugin.forward_context
-        gather = self._gather_from_replicas if self.is_distributed else None
+        gather = connections.gather_metrics
         self._logs = StepLogs(self.lightning_module, pipeline, context, gather)
         self._evaluation = PipelineEvaluation(
             pipeline, self._logs, self._settings.evaluation_outputs
         )
         coordination = self._coordination = Coordination(trainer, self)
-        if not consensus.is_needed:  # replicas end at different times; asked is asked later, too
+        if not connections.consensus.is_needed:  # replicas may evaluate unequally: they stop later
             pipeline.stop_outside_training(lambda: coordination.asked, coordination.stop)
         if trainer.state.fn == TrainerFn.FITTING:
             with checks.expecting_one_optimizer():
@@ -376,37 +369,20 @@ class PipelineStrategy(PipelineProcesses):
             advice = ".*It is recommended to use `self.log.*sync_dist=True"
             warnings.filterwarnings("ignore", advice)
 
-    def _gloo_interface(self) -> AbstractContextManager[None]:
-        assert self.cluster_environment is not None
-        return gloo_interface(self.num_nodes, self.cluster_environment.main_address)
-
     def _shared_randomness(self) -> tuple[int, Any]:
         """Rank 0's seed, and random states so that all ranks of a replica draw the same.
 
         If the run was seeded, replicas begin with the same states, as with DDP.
         """
         states = RandomStates(0, device=self.root_device).get()
-        return self.broadcast(torch.initial_seed()), self._broadcast_in_replica(states)
-
-    def _broadcast_in_replica(self, obj: T) -> T:
-        """Give the object of a replica's first rank to all of its ranks. Collective."""
-        firsts: list[Any] = [None] * self.world_size
-        first = self.grid.replicas()[self.grid.data_rank][0]
-        dist.all_gather_object(firsts, obj if first == self.global_rank else None)
-        given: T = firsts[first]
-        return given
-
-    def _gather_from_replicas(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """What torchmetrics puts together: the states of all replicas."""
-        return gather_all_tensors(tensor, group or self._replicas())
+        return self.broadcast(torch.initial_seed()), self._connections.broadcast_in_replica(states)
 
     def _replicas(self) -> Any:
-        assert self._mesh is not None
-        return self._mesh["data_parallel"].get_group()
+        return self._connections.replicas
 
     def _clip_over_ranks(self, shared: SharedParameters, division: Division) -> None:
         """Clip by the norm over all stages, or over all parts of one where each has its own."""
-        grid, groups = self.grid, self._groups
+        grid, groups = self.grid, self._connections.groups
         group = groups.peers if self.pipeline.continuous else groups.world
 
         def copies(parameter: Tensor) -> int:
@@ -423,7 +399,7 @@ class PipelineStrategy(PipelineProcesses):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let a loader give the same batches on all ranks."""
-        load_alike(dataloader, self._broadcast_in_replica, self.grid.data_rank)
+        load_alike(dataloader, self._connections.broadcast_in_replica, self.grid.data_rank)
         return dataloader
 
     def teardown(self) -> None:
@@ -448,8 +424,7 @@ class PipelineStrategy(PipelineProcesses):
                 self._assembly.disconnect(collect=intact)
                 if intact:
                     self.barrier("all messages have arrived")
-                    self._transport.close()
-                    self._groups.close()
+                    self._connections.close()
         if self._layer_times is not None:  # the calling process of forked ranks has none
             self._layer_times.give_back()
         if self._assembly is None and has_deferred(self.lightning_module):
@@ -652,8 +627,7 @@ class PipelineStrategy(PipelineProcesses):
     def _drop_connections(self) -> None:
         """Let go of all that keeps this rank's connections open."""
         self._close_scaler()
-        self._transport.abandon()
-        self._groups.abandon()
+        self._connections.abandon()
         self._mesh = None
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = None

@@ -15,10 +15,10 @@ from lightning_pipe.runtime.link import Link
 from lightning_pipe.runtime.microbatch import split_batch
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.recording import Recorder
-from lightning_pipe.runtime.rounds import Sharing, TrainingPrograms, TrainingRounds, Wishes
+from lightning_pipe.runtime.rounds import TrainingPrograms, TrainingRounds, Wishes
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.steps import MicroBatches, Scale, Step
-from lightning_pipe.runtime.training import ApplyUpdate, BatchResult, TrainingResult
+from lightning_pipe.runtime.training import ApplyUpdate, BatchResult, Sharing, TrainingResult
 from lightning_pipe.runtime.transport import Transport
 
 Split = Callable[[Any, int], tuple[list[Any], list[int]]]

@@ -17,23 +17,21 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_pipe.runtime.asynchronous_work import AsynchronousWork
 from lightning_pipe.runtime.endings import Ending, Endings
 from lightning_pipe.runtime.executor import Executor, Measurements, Program
-from lightning_pipe.runtime.groups import Alone, Group
 from lightning_pipe.runtime.handshake import Agreement, Announcement, checksum
 from lightning_pipe.runtime.link import Link, stable_hash
 from lightning_pipe.runtime.microbatch import find_batch_size, leaves_of
 from lightning_pipe.runtime.random_state import RandomStates
 from lightning_pipe.runtime.recording import AwaitBatch, AwaitEnding, Recorder
-from lightning_pipe.runtime.reduction import Reduction
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.steps import BatchSteps, Losses, MicroBatches, Scale, Step
+from lightning_pipe.runtime.synchronous_work import SynchronousWork
 from lightning_pipe.runtime.training import (
     ApplyUpdate,
-    AsynchronousWork,
     BatchResult,
-    Shards,
-    SynchronousWork,
+    Sharing,
     TrainingResult,
     TrainingWork,
 )
@@ -88,23 +86,6 @@ class Wishes:
     decisions: tuple[bool, ...] = ()
     last: bool = False
     ends: Callable[[Agreement], bool] = lambda agreement: True
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """What this rank has that other ranks have too.
-
-    Attributes:
-        outside: Parameters outside the layers; on every rank, equal.
-        reductions: All parameters whose gradients are summed over several ranks.
-        replicas: The ranks that hold this rank's stages.
-        shards: What these divide among them, if they do.
-    """
-
-    outside: Sequence[nn.Parameter] = ()
-    reductions: Sequence[Reduction] = ()
-    replicas: Group = field(default_factory=Alone)
-    shards: Shards | None = None
 
 
 @dataclass

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.runtime.errors import PeerLostError
-from lightning_pipe.runtime.groups import LocalGroups, Meeting
+from lightning_pipe.runtime.local_groups import LocalGroups, Meeting
 
 _FRAME_BYTES = 4096  # an object up to this size is one message
 

@@ -107,6 +107,19 @@ class Tied(DealtOut):
         return loss
 
 
+class TiedLate(Tied):
+    """Built in `configure_model`, where nothing has memory; three stages have the weight."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        Tied.__init__(self)
+        middle = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        middle.weight = self.model[0].weight
+        self.model.insert(3, nn.Sequential(middle, nn.Linear(VOCABULARY, WIDTH)))
+
+
 def fit(
     kind: type[DealtOut],
     pipeline: Options | None,

@@ -8,7 +8,7 @@ import pytest
 from trainer.lit import Options, assert_equal_weights
 from trainer.ranks import Ranks
 
-from .models import Dealt, Inside, Tied, Weighted, fit
+from .models import Dealt, Inside, Tied, TiedLate, Weighted, fit
 
 CLIPPED = {"gradient_clip_val": 0.05}
 ACCUMULATED = {"accumulate_grad_batches": 2}
@@ -36,6 +36,8 @@ ACCUMULATED = {"accumulate_grad_batches": 2}
         (Tied, 3, {"schedule": "gpipe"}, ACCUMULATED, None),
         (Tied, 2, {"schedule": "interleaved", "stages_per_rank": 2}, CLIPPED, None),
         (Tied, 2, {"schedule": "zero_bubble", "stages_per_rank": 2}, CLIPPED, None),
+        (TiedLate, 3, {"schedule": "1f1b"}, CLIPPED, None),
+        (TiedLate, 6, {"schedule": "1f1b", "data_parallel_size": 2}, CLIPPED, (3, 1)),
         (Tied, 6, {"schedule": "1f1b", "data_parallel_size": 2}, CLIPPED, (3, 1)),
         (
             Tied,

@@ -43,7 +43,7 @@ class Ranks:
         self._store: TCPStore | None = None  # of the latest run
 
     def run(
-        self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0
+        self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0
     ) -> list[Any]:
         """Run a function on ``size`` ranks and return what it returned, by rank.
 
