@@ -91,6 +91,9 @@ class Tied(DealtOut):
 
     def __init__(self) -> None:
         super().__init__()
+        self.build()
+
+    def build(self) -> None:
         hidden = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
         head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *hidden, head)
@@ -110,14 +113,16 @@ class Tied(DealtOut):
 class TiedLate(Tied):
     """Built in `configure_model`, where nothing has memory; three stages have the weight."""
 
-    def __init__(self) -> None:
-        L.LightningModule.__init__(self)
-
-    def configure_model(self) -> None:
-        Tied.__init__(self)
+    def build(self) -> None:
+        if self._trainer is None:  # not yet
+            return
+        super().build()
         middle = nn.Linear(WIDTH, VOCABULARY, bias=False)
         middle.weight = self.model[0].weight
         self.model.insert(3, nn.Sequential(middle, nn.Linear(VOCABULARY, WIDTH)))
+
+    def configure_model(self) -> None:
+        self.build()
 
 
 def fit(

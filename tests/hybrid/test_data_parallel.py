@@ -9,6 +9,7 @@ from trainer.lit import Options, assert_equal_weights
 from trainer.ranks import Ranks
 
 from .models import Dealt, Inside, Tied, TiedLate, Weighted, fit
+from .sharded import together
 
 CLIPPED = {"gradient_clip_val": 0.05}
 ACCUMULATED = {"accumulate_grad_batches": 2}
@@ -52,7 +53,7 @@ def test_weights_equal_one_device(
     ranks: Ranks, kind: Any, size: int, pipeline: Options, options: Options, shares: Any
 ) -> None:
     (expected,) = ranks.run(1, fit, kind, None, options)
-    whole, *_ = ranks.run(size, fit, kind, pipeline, options, shares)
+    whole = together(ranks.run(size, fit, kind, pipeline, options, shares))
     assert_equal_weights(whole, expected)
 
 
