@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 class FullShards:
@@ -87,12 +88,26 @@ class FullShards:
             layer.reshard()
             for module in layer.modules():
                 for name, parameter in list(module._parameters.items()):
-                    if isinstance(parameter, DTensor) and parameter.device_mesh == self._mesh:
-                        whole = nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
+                    if isinstance(parameter, DTensor):
+                        whole = nn.Parameter(self._whole(parameter), parameter.requires_grad)
                         setattr(module, name, whole)
             _forget(layer)
             layer.__class__ = self._classes[layer]
         self._stages = {}
+
+    @torch.no_grad()
+    def _whole(self, parameter: DTensor) -> Tensor:
+        """A parameter that is not divided among replicas: as it was, maybe cut by tensor ranks."""
+        mesh, axes = parameter.device_mesh, self._mesh.mesh_dim_names or ()
+        if mesh.ndim == 1:
+            return parameter.full_tensor() if mesh == self._mesh else parameter
+        (axis,) = ((mesh.mesh_dim_names or ()).index(name) for name in axes)
+        placements = list(parameter.placements)
+        placements[axis] = Replicate()
+        gathered = parameter.redistribute(placements=placements)
+        del placements[axis]
+        (other,) = (name for name in mesh.mesh_dim_names or () if name not in axes)
+        return DTensor.from_local(gathered.to_local(), mesh[other], placements, run_check=False)
 
     @property
     def _layers(self) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import pytest
 from trainer.lit import Options, assert_equal_weights
 from trainer.ranks import Ranks
 
-from .sharded import fit, together
+from .sharded import fit, run_after_run, together
 
 CUBE = {
     "module": "model",
@@ -57,3 +57,12 @@ def test_versions_of_weights_are_those_of_one_pipeline(
     divided = {**CUBE, **pipeline, "zero_stage": zero_stage}
     found = together(ranks.run(8, fit, divided, {}, {}, True))
     assert_equal_weights(found, expected)
+
+
+def test_layers_that_are_cut_twice_are_put_together_after_each_run(ranks: Ranks) -> None:
+    """Each rank has its part of its layers then, as before the run, and can go on with it."""
+    pipelines = [{**CUBE, "zero_stage": 3}, {**CUBE, "zero_stage": 0}, {**CUBE, "zero_stage": 3}]
+    (expected,) = ranks.run(1, run_after_run, [None] * len(pipelines))
+    results = ranks.run(8, run_after_run, pipelines)
+    for index, whole in enumerate(expected["after"]):
+        assert_equal_weights(together([result["after"][index] for result in results]), whole)
