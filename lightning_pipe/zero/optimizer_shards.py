@@ -69,6 +69,7 @@ class OptimizerShards:
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self._step_on_share(closure)
 
+        step.__dict__.update(getattr(self._step, "__dict__", {}))  # schedulers look for their marks
         optimizer.__dict__["step"] = MethodType(step, optimizer)  # which schedulers may wrap
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -171,4 +172,27 @@ def test_parameters_may_be_frozen_and_unfrozen(ranks: Ranks, zero_stage: int) ->
     (expected,) = ranks.run(1, fit, Thawing, None, CLIPPED)
     pipeline = {"data_parallel_size": 2, "zero_stage": zero_stage}
     whole, *_ = ranks.run(4, fit, Thawing, pipeline, CLIPPED)
+    assert_equal_weights(whole, expected)
+
+
+class Scheduled(Dealt):
+    """With a scheduler, which looks at whether the optimizer has stepped."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def fit_without_warnings(pipeline: Options) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*lr_scheduler.step()")
+        return fit(Scheduled, pipeline)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_schedulers_work_and_do_not_complain(ranks: Ranks, zero_stage: int) -> None:
+    (expected,) = ranks.run(1, fit, Scheduled, None)
+    pipeline = {"data_parallel_size": 2, "zero_stage": zero_stage}
+    whole, *_ = ranks.run(4, fit_without_warnings, pipeline)
     assert_equal_weights(whole, expected)
