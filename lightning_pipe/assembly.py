@@ -334,7 +334,9 @@ class Assembly:
         return 1 if hasattr(self._root, "split_batch") else self._count(arguments)
 
     def _count(self, batch: Any) -> int:
-        return self._timing.count(find_batch_size(batch) or 1)
+        size = find_batch_size(batch)
+        count = self._timing.count(size or 1)
+        return min(count, size) if size and not hasattr(self._root, "split_batch") else count
 
 
 def check_call(found: PipelinedLayers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -89,11 +89,19 @@ class Connections:
         return found
 
     def close(self) -> None:
-        """Give up what belongs to this run. All messages must have arrived, on all ranks."""
+        """Give up what belongs to this run. All messages must have arrived, on all ranks.
+
+        Layers that are shared by several ranks keep the mesh, which later runs find.
+        """
         self.transport.close()
         self.groups.close()
+        if self._grid.tensor == 1:
+            groups = {self.mesh.get_group(axis) for axis in self.mesh.mesh_dim_names or ()}
+            for group in groups - {dist.group.WORLD}:
+                dist.destroy_process_group(group)
 
     def abandon(self) -> None:
         """Close the connections at once, so that no peer waits for this rank."""
         self.transport.abandon()
         self.groups.abandon()
+        del self.mesh  # it may hold the group of all ranks

@@ -57,11 +57,13 @@ class Coordination:
     Attributes:
         asked: Whether this rank has received SIGTERM.
         stops: Whether all ranks have agreed to stop after the running batch.
+        stops_evaluations: Whether they can do so outside training.
     """
 
     def __init__(self, trainer: Trainer, strategy: Strategy) -> None:
         self._trainer, self._strategy = trainer, strategy
         self.stops = self.asked = False
+        self.stops_evaluations = True
         self._requeue_asked = self._requeue_due = False
         self._requeue_is_decided: Callable[[], bool] = lambda: False
         self._decisions: tuple[bool, ...] | None = None  # in the order of the clocks
@@ -100,6 +102,11 @@ class Coordination:
         patches.stop_as_after_sigterm(self._trainer)
 
     def _take_signal(self) -> None:
+        if not self._fits and not self.stops_evaluations and not self.asked:
+            rank_zero_warn(
+                "SIGTERM: this goes on to its end, since replicas may have different numbers of "
+                "batches, and could not stop together."
+            )
         self.asked = True
 
     def _take_requeue_signal(self) -> None:

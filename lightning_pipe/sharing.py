@@ -7,7 +7,8 @@ equal gradients, so that equal optimizers keep them equal.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class SharedParameters:
         own, layers_of = placement.stages_of(rank), stage_slices(sizes)
         self.replicas = [groups.over([place]) for place in range(placement.num_ranks)][rank]
         everywhere = groups.over(range(placement.num_ranks)) if outside else self.replicas
-        self._reductions = [Reduction(self._outside, everywhere, frozenset(own))]
+        self._reductions = [Reduction(self._outside, everywhere, frozenset(own), over_stages=True)]
         self._holders: dict[int, int] = {id(p): placement.num_ranks for p in outside}
         for parameter, stages in tied_parameters(found, sizes):
             ranks = sorted({placement.rank_of[stage] for stage in stages})
@@ -68,7 +69,7 @@ class SharedParameters:
             self._holders[id(parameter)] = len(ranks)
             if rank in ranks:
                 here = frozenset(stages) & frozenset(own)
-                self._reductions.append(Reduction([parameter], group, here))
+                self._reductions.append(Reduction([parameter], group, here, over_stages=True))
         self.layers = {s: [found.layers[layer] for layer in layers_of[s]] for s in own}
         self.of_stage: dict[int, list[nn.Parameter]] = {}
         apart = set(self._holders)
@@ -82,13 +83,22 @@ class SharedParameters:
         """This rank's parameters that other stages, or all ranks, have as well."""
         return [parameter for reduction in self._reductions for parameter in reduction.parameters]
 
-    def sharing(self, shards: Shards | None = None) -> Sharing:
+    def sharing(
+        self,
+        shards: Shards | None = None,
+        whole: Mapping[int, Sequence[nn.Parameter]] = MappingProxyType({}),
+    ) -> Sharing:
         """What the runtime needs to know.
 
         Args:
             shards: Bring the gradients of the stages together, if anything but sums does.
+            whole: By stage, parameters whose gradients are summed even so.
         """
-        reductions = self._reductions if shards is not None else self._all_reductions()
+        reductions = self._all_reductions()
+        if shards is not None:
+            stages = whole.items()
+            left = [Reduction(list(own), self.replicas, frozenset([s])) for s, own in stages]
+            reductions = [*self._reductions, *left]
         several = [r for r in reductions if r.group.size > 1 and r.parameters]
         return Sharing(self._outside, several, self.replicas, shards)
 
@@ -122,6 +132,8 @@ class SharedParameters:
 
     def _give_to_all(self, tensor: Tensor, group: Group) -> None:
         values = local_part(tensor).data
+        if 0 in values.stride() and values.numel() > 1:  # expanded: a constant
+            return
         if not isinstance(tensor, DTensor):
             self._tensor_group.broadcast(values, 0).wait()
         group.broadcast(values, 0).wait()

@@ -327,7 +327,7 @@ class PipelineStrategy(PipelineProcesses):
         pipeline = assembly.connect(
             connections.transport,
             random_states,
-            shared.sharing(division.shards),
+            shared.sharing(division.shards, division.whole),
             connections.consensus,
             connections.mesh["tensor_parallel"].get_group(),
         )
@@ -338,13 +338,15 @@ class PipelineStrategy(PipelineProcesses):
             pipeline, self._logs, self._settings.evaluation_outputs
         )
         coordination = self._coordination = Coordination(trainer, self)
-        if not connections.consensus.is_needed:  # replicas may evaluate unequally: they stop later
+        coordination.stops_evaluations = not connections.consensus.is_needed
+        if coordination.stops_evaluations:  # replicas may evaluate unequally: they stop later
             pipeline.stop_outside_training(lambda: coordination.asked, coordination.stop)
         if trainer.state.fn == TrainerFn.FITTING:
             with checks.expecting_one_optimizer():
                 self.setup_optimizers(trainer)
             self._checkpoints.forget_absent_states()
-            checks.check_optimizers(self.optimizers, scaler_of(self.precision_plugin) is not None)
+            scales = scaler_of(self.precision_plugin) is not None
+            checks.check_optimizers(self.optimizers, scales, self._zero_stage)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -425,6 +427,8 @@ class PipelineStrategy(PipelineProcesses):
                 if intact:
                     self.barrier("all messages have arrived")
                     self._connections.close()
+                    if self.grid.tensor == 1:
+                        self._forget_mesh()
         if self._layer_times is not None:  # the calling process of forked ranks has none
             self._layer_times.give_back()
         if self._assembly is None and has_deferred(self.lightning_module):
@@ -628,7 +632,10 @@ class PipelineStrategy(PipelineProcesses):
         """Let go of all that keeps this rank's connections open."""
         self._close_scaler()
         self._connections.abandon()
-        self._mesh = None
+        self._forget_mesh()
+
+    def _forget_mesh(self) -> None:
+        self._mesh = self._division = None
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = None
 

@@ -39,6 +39,9 @@ _REFUSED_CALLBACKS: dict[type[Callback], str] = {
 }
 
 
+_OF_WHOLE_MATRICES = {"Adafactor", "Muon"}
+
+
 def check_trainer(trainer: Trainer) -> None:
     """Check that callbacks and profiler of a Trainer can be used with a pipeline.
 
@@ -124,12 +127,15 @@ def expecting_one_optimizer() -> Iterator[None]:
         ) from error
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], scaled: bool = False) -> None:
+def check_optimizers(
+    optimizers: Sequence[Optimizer], scaled: bool = False, zero_stage: int = 0
+) -> None:
     """Check that the optimizers can be used with a pipeline.
 
     Args:
         optimizers: Of the user's module.
         scaled: Whether losses are scaled, as ``"16-mixed"`` does.
+        zero_stage: What replicas divide.
 
     Raises:
         MisconfigurationException: They cannot.
@@ -138,6 +144,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], scaled: bool = False) -> N
         raise MisconfigurationException(
             "LBFGS evaluates the batch several times in one step and needs all parameters on "
             "one device. Use another optimizer."
+        )
+    names = {type(optimizer).__name__ for optimizer in optimizers} & _OF_WHOLE_MATRICES
+    if zero_stage == 3 and names:
+        raise MisconfigurationException(
+            f"{', '.join(names)} with zero_stage=3: it looks at whole matrices, of which a replica "
+            "has a part only. Use zero_stage 1 or 2."
         )
     if scaled and any(_optimizer_handles_unscaling(optimizer) for optimizer in optimizers):
         raise MisconfigurationException(

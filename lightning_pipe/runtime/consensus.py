@@ -68,6 +68,28 @@ class Consensus:
             decisions=tuple(bool(decisions[0] >> i & 1) for i in range(len(mine.decisions))),
         )
 
+    def confirm(self, loader: str, batch: int, ends: bool) -> None:
+        """Raise unless all pipelines pause after a batch, or none does.
+
+        Args:
+            loader: Names where the batch comes from.
+            batch: Number of the batch.
+            ends: Whether this pipeline pauses after it, for validation or for good.
+
+        Raises:
+            PipelineError: Replicas would wait for each other.
+        """
+        if not self.is_needed:
+            return
+        pauses = [theirs for (theirs,) in self._peers.gather([int(ends)])]
+        if len(set(pauses)) > 1:
+            who = sorted({i // self._per_replica for i, theirs in enumerate(pauses) if theirs})
+            raise PipelineError(
+                f"After batch {batch} of {loader}, replicas {who} leave the loop or validate, and "
+                "the others do not. Give the data the same length on all replicas, or validate "
+                "after a number of batches: val_check_interval is a fraction of a replica's own."
+            )
+
     def _refuse(self, activity: str, loader: str, batch: int, place: int, theirs: int) -> None:
         here = self._peers.index // self._per_replica
         raise PipelineError(

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_pipe.runtime.groups import Group, Pending
-from lightning_pipe.runtime.reduction import cut_like, local_part
+from lightning_pipe.runtime.reduction import as_parameter, local_part
 
 _BUCKET_BYTES = 4 * 2**20
 _UNDER_WAY = 2
@@ -145,12 +145,17 @@ class StageGradients:
         self._next += 1
         while len(self._under_way) >= _UNDER_WAY:
             self._receive()
-        present = [float(p.grad is not None) for p in bucket.parameters]
+        trained = [parameter for parameter in bucket.parameters if parameter.requires_grad]
+        if not trained:
+            return
+        present = [float(p.grad is not None) for p in trained]
         pieces = [
-            local_part(torch.zeros_like(p) if p.grad is None else cut_like(p.grad, p)).reshape(-1)
-            for p in bucket.parameters
+            local_part(torch.zeros_like(p) if p.grad is None else as_parameter(p.grad, p)).reshape(
+                -1
+            )
+            for p in trained
         ]
-        for parameter in bucket.parameters:
+        for parameter in trained:
             parameter.grad = None
         packed = torch.cat([*pieces, pieces[0].new_tensor(present)])
         self._under_way.append((self._replicas.sum_to(packed, bucket.owner), bucket, packed))
@@ -161,11 +166,10 @@ class StageGradients:
         pending.wait()
         if bucket.owner != self._replicas.index:
             return
-        sizes = [local_part(parameter).numel() for parameter in bucket.parameters]
+        trained = [parameter for parameter in bucket.parameters if parameter.requires_grad]
+        sizes = [local_part(parameter).numel() for parameter in trained]
         *parts, present = torch.split(packed, [*sizes, len(sizes)])
-        for parameter, part, somewhere in zip(
-            bucket.parameters, parts, present.tolist(), strict=True
-        ):
+        for parameter, part, somewhere in zip(trained, parts, present.tolist(), strict=True):
             if parameter in self._sums:
                 local_part(self._sums[parameter]).add_(part.view(local_part(parameter).shape))
             elif somewhere:

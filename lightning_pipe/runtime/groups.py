@@ -82,7 +82,11 @@ class GlooGroup:
         """See :class:`Group`."""
         options = dist.BroadcastOptions()
         options.rootRank = sender
-        return self._start(tensor, lambda host: self._group.broadcast([host], options))
+        return self._start(
+            tensor,
+            # Bytes: gloo does not know all types.
+            lambda host: self._group.broadcast([host.view(-1).view(torch.uint8)], options),
+        )
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """See :class:`Group`."""
@@ -107,6 +111,8 @@ class GlooGroup:
         try:
             work = start(host)
         except RuntimeError as error:
+            if "gloo" not in str(error):  # it has refused the tensor
+                raise
             return _Lost(f"{self._what}: {error}")
         return _PendingGloo(work, host, tensor if staged else None, self._what)
 

@@ -92,6 +92,10 @@ class Link:
         self.settle(activity, loader, batch, Agreement(), heard)
         self.agree(Announcement(activity, loader, batch, 0, 0, 0), heard)((), {})
 
+    def confirm(self, loader: str, batch: int, ends: bool) -> None:
+        """On the first rank: raise unless all pipelines pause after a batch, or none does."""
+        self._consensus.confirm(loader, batch, ends)
+
     def settle(
         self, activity: str, loader: str, batch: int, mine: Agreement, heard: Announcement | None
     ) -> Agreement:

@@ -32,11 +32,14 @@ class Reduction:
         parameters: In the same order on all ranks of the group.
         group: The ranks that hold them.
         stages: This rank's, whose backwards contribute.
+        over_stages: Whether ranks of different stages are among them, whose stages end in
+            different orders.
     """
 
     parameters: Sequence[nn.Parameter]
     group: Group
     stages: frozenset[int] = field(default_factory=frozenset)
+    over_stages: bool = False
 
 
 class GradientSum:
@@ -62,7 +65,9 @@ class GradientSum:
         for index in trained:
             gradient, parameter = self._gradients[index], parameters[index]
             self._gradients[index] = (
-                torch.zeros_like(parameter) if gradient is None else cut_like(gradient, parameter)
+                torch.zeros_like(parameter)
+                if gradient is None
+                else as_parameter(gradient, parameter)
             )
         self._trained = trained
         present = [float(gradients[index] is not None) for index in trained]
@@ -88,6 +93,10 @@ class GradientSum:
 class StageReductions:
     """The sums of one batch on one rank, started as its stages come to their ends.
 
+    The ranks of a group must start its sums in one order. Replicas do, since they run the same
+    program. Ranks of different stages start them in the order of the list: each as soon as those
+    before it in the same group have started.
+
     Args:
         reductions: In the same order on all ranks.
     """
@@ -98,14 +107,16 @@ class StageReductions:
 
     def end_stage(self, stage: int) -> None:
         """The last backward of a stage is done: start the sums that have waited for it."""
+        waiting: set[Group] = set()
         for reduction, due in self._due.items():
-            if stage in due:
-                due.remove(stage)
-                if not due:
-                    gradients = [parameter.grad for parameter in reduction.parameters]
-                    self._started[reduction] = GradientSum(
-                        reduction.parameters, gradients, reduction.group
-                    )
+            due.discard(stage)
+            if reduction in self._started:
+                continue
+            if due or (reduction.over_stages and reduction.group in waiting):
+                waiting.add(reduction.group)
+                continue
+            gradients = [parameter.grad for parameter in reduction.parameters]
+            self._started[reduction] = GradientSum(reduction.parameters, gradients, reduction.group)
 
     def finish(self) -> None:
         """Give the parameters the sums; all stages are at their ends."""
@@ -117,11 +128,13 @@ class StageReductions:
                     parameter.grad = gradient
 
 
-def cut_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient of which each rank has the part that it has of the parameter. Collective.
+def as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A dense gradient of which each rank has the part that it has of the parameter. Collective.
 
     torch leaves some as parts of a sum, others not: that depends on the layer.
     """
+    if gradient.layout is not torch.strided:
+        return gradient.to_dense()
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements)
     return gradient

@@ -220,7 +220,10 @@ class TrainingRounds:
         mine = Agreement(asked, stops, wishes.decisions, wishes.last, count, samples)
         agreement = self._link.settle("training", loader, number, mine, heard)
         ends = wishes.ends(agreement)
+        if heard is None:
+            self._link.confirm(loader, number, ends)
         batch = cut(agreement.count)
+        self._check_count(batch, agreement)
         signatures = self._link.signatures("training", batch.pieces)
         announcement = Announcement(
             "training",
@@ -269,6 +272,15 @@ class TrainingRounds:
         return TrainingResult(
             finished, agreement.decisions, stops, work.due, work.gradients, weight
         )
+
+    def _check_count(self, batch: MicroBatches, agreement: Agreement) -> None:
+        """Refuse pieces of which other pipelines have another number."""
+        if self._link.has_peers and len(batch.pieces) != agreement.count:
+            raise MisconfigurationException(
+                f"`split_batch` cut batch {batch.number} into {len(batch.pieces)} micro-batches; "
+                f"expected {agreement.count}, as on the other replicas. Return as many pieces as "
+                "it is asked for."
+            )
 
     def drain(self) -> list[BatchResult]:
         """Empty the pipeline; all updates are made here. Collective.

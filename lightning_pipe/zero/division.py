@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,7 +33,8 @@ class Division:
         self._stage, self._replicas = stage, shared.replicas
         self._full = FullShards(shared.layers, mesh, shared.apart, reshards) if stage == 3 else None
         divided = [p for parameters in shared.of_stage.values() for p in parameters]
-        whole = shared.apart if stage == 3 else [*shared.apart, *divided]
+        tied = [p for parameters in self.whole.values() for p in parameters]
+        whole = [*shared.apart, *(tied if stage == 3 else divided)]
         self._owners = assign(whole, shared.replicas.size) if stage else {}
         self._gradients = None
         self._on_one_replica: set[nn.Parameter] = set()  # are gradients of these
@@ -43,6 +44,11 @@ class Division:
         if stage == 3:
             shared.of_stage.clear()  # whole parameters, of which only parts stay in memory
         self._optimizer: OptimizerShards | None = None
+
+    @property
+    def whole(self) -> Mapping[int, Sequence[nn.Parameter]]:
+        """By stage, parameters whose gradients are summed although the others' are divided."""
+        return self._full.whole if self._full is not None else {}
 
     @property
     def shards(self) -> Shards | None:
@@ -69,14 +75,14 @@ class Division:
             yield
 
     def hold_all(self) -> None:
-        """Have whole layers in memory until :meth:`hold_parts`, if there is room. Collective."""
+        """Have whole layers in memory until :meth:`hold_parts`. Collective."""
         if self._full is not None:
             self._full.gather()
 
     def hold_parts(self) -> None:
         """Undo :meth:`hold_all`."""
         if self._full is not None:
-            self._full.end_round()
+            self._full.release()
 
     def close(self) -> None:
         """Give modules and optimizer their own ways back. Collective."""

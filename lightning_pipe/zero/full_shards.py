@@ -7,6 +7,7 @@ for every micro-batch and layer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ class FullShards:
         mesh: Of the replicas.
         ignored: Parameters that stay whole, since other stages have them, too.
         reshards: Whether a layer is gathered and freed for each micro-batch.
+
+    Attributes:
+        whole: By stage, parameters that stay whole, too, since several of its layers have them.
     """
 
     def __init__(
@@ -40,7 +44,8 @@ class FullShards:
         self._reshards, self._mesh = reshards, mesh
         self._classes: dict[nn.Module, type[nn.Module]] = {}
         self._stages: dict[int, list[Any]] = {}
-        kept = set(ignored)
+        self.whole = {stage: _in_several_places(layers) for stage, layers in stages.items()}
+        kept = {*ignored, *(p for parameters in self.whole.values() for p in parameters)}
         for stage, layers in stages.items():
             divided = [m for m in layers if any(p not in kept for p in m.parameters())]
             self._stages[stage] = divided
@@ -52,6 +57,8 @@ class FullShards:
                 # Losses are divided by the samples of all replicas: sums are means already.
                 divided_layer.set_gradient_divide_factor(1.0)
                 divided_layer.set_force_sum_reduction_for_comms(True)
+                # What one replica uses another one may not.
+                divided_layer.set_reduce_scatter_unused_params(True)
 
     def before_backward(self, stage: int, last: bool) -> None:
         """A backward of a stage begins.
@@ -74,23 +81,35 @@ class FullShards:
             layer.reshard()
 
     def gather(self) -> None:
-        """Hold all until :meth:`end_round`, if there is room for it. Collective over the replicas.
+        """Hold all until :meth:`release`. Collective over the replicas.
 
-        They may call the layers unequally often then.
+        They may call the layers unequally often then, as they do where data is not divided evenly.
         """
-        if not self._reshards:
-            for layer in self._layers:
-                layer.unshard()
+        for layer in self._layers:
+            layer.set_reshard_after_forward(False, recurse=False)
+            layer.unshard()
+
+    def release(self) -> None:
+        """Undo :meth:`gather`."""
+        for layer in self._layers:
+            layer.set_reshard_after_forward(self._reshards, recurse=False)
+        self.end_round()
 
     def close(self) -> None:
         """Make ordinary layers of them, with whole parameters. Collective over the replicas."""
+        known: dict[int, nn.Parameter] = {}  # a layer may have one in several places
+        kept: list[Tensor] = []  # so that no id is another's
         for layer in self._layers:
             layer.reshard()
             for module in layer.modules():
                 for name, parameter in list(module._parameters.items()):
-                    if isinstance(parameter, DTensor):
+                    if not isinstance(parameter, DTensor):
+                        continue
+                    kept.append(parameter)
+                    if id(parameter) not in known:
                         whole = nn.Parameter(self._whole(parameter), parameter.requires_grad)
-                        setattr(module, name, whole)
+                        known[id(parameter)] = whole
+                    setattr(module, name, known[id(parameter)])
             _forget(layer)
             layer.__class__ = self._classes[layer]
         self._stages = {}
@@ -112,6 +131,12 @@ class FullShards:
     @property
     def _layers(self) -> Iterator[Any]:
         return (layer for layers in self._stages.values() for layer in layers)
+
+
+def _in_several_places(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that several layers have, or one that stands in several places."""
+    places = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
+    return [parameter for parameter, count in places.items() if count > 1]
 
 
 def _refuse_hooks(layer: nn.Module) -> None:

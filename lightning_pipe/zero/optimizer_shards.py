@@ -116,6 +116,10 @@ class OptimizerShards:
         if master is None:
             master = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
             self._masters[parameter] = master
+        else:
+            now, kept = local_part(parameter).detach(), local_part(master).detach()
+            if not torch.equal(now, kept.to(now.dtype)):  # it was changed between steps
+                kept.copy_(now)
         if parameter.grad is not None:
             master.grad = parameter.grad.float()
         if parameter in self._optimizer.state:

@@ -82,7 +82,7 @@ def test_yaml_and_overrides(tmp_path: Path) -> None:
     assert tuple(settings.partition) == (3, 5)
     assert (settings.activation_checkpointing, settings.deferred_batchnorm) == ("stage", True)
     assert (strategy._timeout, strategy._start_method) == (timedelta(minutes=5), "spawn")
-    assert strategy._pipeline_parallel_size == 2
+    assert strategy._sizes == (2, 1, 1)
 
 
 @pytest.mark.parametrize(
