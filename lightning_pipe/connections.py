@@ -40,6 +40,7 @@ class Connections:
         mesh: Of all ranks.
         transport: Between the ranks of a pipeline.
         groups: Of ranks that hold the same parameters.
+        keeps_mesh: Whether later runs need the mesh.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Connections:
         for_layers: bool,
     ) -> None:
         self._grid, self._num_nodes, self._environment = grid, num_nodes, environment
+        self.keeps_mesh = for_layers
         with self.making_groups():
             _init_dist_connection(environment, "gloo", timeout=timeout)
             self.mesh = mesh or make_mesh(device, grid, for_layers)
@@ -91,11 +93,12 @@ class Connections:
     def close(self) -> None:
         """Give up what belongs to this run. All messages must have arrived, on all ranks.
 
-        Layers that are shared by several ranks keep the mesh, which later runs find.
+        A mesh over which layers communicate is left: layers have parts on it, and torch remembers
+        what it does with such.
         """
         self.transport.close()
         self.groups.close()
-        if self._grid.tensor == 1:
+        if not self.keeps_mesh:
             groups = {self.mesh.get_group(axis) for axis in self.mesh.mesh_dim_names or ()}
             for group in groups - {dist.group.WORLD}:
                 dist.destroy_process_group(group)

@@ -427,7 +427,7 @@ class PipelineStrategy(PipelineProcesses):
                 if intact:
                     self.barrier("all messages have arrived")
                     self._connections.close()
-                    if self.grid.tensor == 1:
+                    if not self._connections.keeps_mesh:
                         self._forget_mesh()
         if self._layer_times is not None:  # the calling process of forked ranks has none
             self._layer_times.give_back()
