@@ -52,20 +52,19 @@ def fit_and_save(kind: Any, pipeline: Options | None, path: str) -> dict[str, Te
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed"),
+    ("kind", "saved", "resumed"),
     [
-        ("zero 3", "one device"),
-        ("one device", "zero 3"),
-        ("zero 1", "zero 1 of 4"),
-        ("zero 2", "zero 1"),
-        ("replicas", "zero 2"),
-        ("zero 1 of 4", "one device"),
-        ("pipeline", "replicas"),
-        ("zero 3, directory", "zero 1, directory"),
-        ("zero 1, directory", "zero 3, directory"),
+        (Dealt, "zero 3", "one device"),
+        (Tied, "one device", "zero 3"),
+        (Tied, "zero 1", "zero 1 of 4"),
+        (Dealt, "zero 2", "zero 1"),
+        (Dealt, "replicas", "zero 2"),
+        (Dealt, "zero 1 of 4", "one device"),
+        (Tied, "pipeline", "replicas"),
+        (Tied, "zero 3, directory", "zero 1, directory"),
+        (Dealt, "zero 1, directory", "zero 3, directory"),
     ],
 )
-@pytest.mark.parametrize("kind", [Dealt, Tied])
 def test_resumed_in_another_layout(
     ranks: Ranks, tmp_path: Path, kind: Any, saved: str, resumed: str
 ) -> None:

@@ -63,8 +63,9 @@ def test_states_are_divided_under_schedules_that_keep_whole_weights(
     assert_equal_weights(whole, expected)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "stage", "layer"])
-@pytest.mark.parametrize("reshards", [False, True])
+@pytest.mark.parametrize(
+    ("checkpointing", "reshards"), [("none", True), ("stage", True), ("layer", False)]
+)
 def test_parameters_gathered_for_each_micro_batch(
     ranks: Ranks, checkpointing: str, reshards: bool
 ) -> None:
