@@ -88,7 +88,7 @@ class TiedAndOutside(Tied):
     ("kind", "size", "pipeline"),
     [
         (TwoTies, 2, INTERLEAVED),
-        (TwoTies, 4, INTERLEAVED | TWO),
+        (TwoTies, 4, INTERLEAVED | TWO | {"zero_stage": 1}),
         (TiedAndOutside, 2, INTERLEAVED),
         (TiedInStages, 4, TWO | {"zero_stage": 2, "partition": [2, 2]}),
         (TiedInStages, 4, TWO | {"zero_stage": 3, "partition": [2, 2]}),

@@ -24,7 +24,6 @@ INTERLEAVED = {"schedule": "interleaved", "stages_per_rank": 2}
 @pytest.mark.parametrize(
     ("pipeline", "model"),
     [
-        ({"schedule": "1f1b"}, {"tied": True}),
         ({"schedule": "1f1b", "zero_stage": 3}, {"tied": True}),
         ({**INTERLEAVED, **PARTITIONED, "zero_stage": 1}, {}),
         ({**INTERLEAVED, "zero_stage": 2}, {}),

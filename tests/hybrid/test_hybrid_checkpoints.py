@@ -57,7 +57,6 @@ def fit_and_save(kind: Any, pipeline: Options | None, path: str) -> dict[str, Te
         (Dealt, "zero 3", "one device"),
         (Tied, "one device", "zero 3"),
         (Tied, "zero 1", "zero 1 of 4"),
-        (Dealt, "zero 2", "zero 1"),
         (Dealt, "replicas", "zero 2"),
         (Dealt, "zero 1 of 4", "one device"),
         (Tied, "pipeline", "replicas"),

@@ -8,12 +8,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import AUROC, MeanMetric
 from trainer.lit import Options, assert_equal_weights, numbers, samples, trainer, weights
 from trainer.ranks import Ranks
+
+from lightning_pipe import PipelineStrategy
 
 from .models import Dealt, DealtOut, Inside, fit, replica_of
 
@@ -217,16 +220,27 @@ def test_a_replica_that_stops_by_itself_is_an_error(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ({"data_parallel_size": 3}, "expected a multiple of 3"),
-        ({"data_parallel_size": 2, "pipeline_parallel_size": 4}, "expected 8, their product"),
         ({"data_parallel_size": "auto"}, "Set pipeline_parallel_size"),
         ({"data_parallel_size": 0}, "expected a number from 1, or 'auto'"),
         ({"tensor_parallel_size": "auto"}, "expected a number from 1"),
         ({"zero_stage": 4}, "expected 0, 1, 2 or 3"),
         ({"zero_stage": 2, "schedule": "pipedream"}, "Use zero_stage=1"),
-        ({"zero_stage": 3, "schedule": "zero_bubble"}, "Use zero_stage=1"),
         ({"reshard_after_forward": True}, "only zero_stage=3 gathers"),
         ({"partition_activations": True}, "tensor_parallel_size from 2"),
+        ({"partition": "time", "tensor_parallel_size": 2}, "measured on one rank"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(pipeline: Options, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        PipelineStrategy(**pipeline)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ({"data_parallel_size": 3}, "expected a multiple of 3"),
+        ({"data_parallel_size": 2, "pipeline_parallel_size": 4}, "expected 8, their product"),
+        ({"zero_stage": 3, "schedule": "zero_bubble"}, "Use zero_stage=1"),
         ({"activation_offload": True}, "in host memory already"),
     ],
 )

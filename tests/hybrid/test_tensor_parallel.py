@@ -48,7 +48,6 @@ def test_weights_equal_one_device(
 @pytest.mark.parametrize(
     "pipeline",
     [
-        {"schedule": "pipedream"},
         {"schedule": "pipedream", "vertical_sync": True},
         {"schedule": "pipedream", "weight_stashing": False},
         {"schedule": "pipedream_2bw"},
@@ -72,8 +71,6 @@ DIRECTORIES = (4, {**TWO, "save_distributed_checkpoint": True})
     [
         (CUT, ONE_DEVICE),
         (ONE_DEVICE, CUT),
-        (CUT, (8, {**TWO, "data_parallel_size": 2})),
-        (DIRECTORIES, CUT),
         (DIRECTORIES, WHOLE),
     ],
 )

@@ -67,15 +67,12 @@ def fit(
     ("name", "size", "pipeline"),
     [
         ("gpt2", 2, ONE_F_ONE_B),
-        ("gpt2", 4, INTERLEAVED),
         ("gpt2 with dicts between its layers", 2, ONE_F_ONE_B),
         ("gpt2", 2, ZERO_BUBBLE | {"stages_per_rank": 2}),
         ("llama", 4, ONE_F_ONE_B | {"activation_checkpointing": "layer"}),
-        ("llama", 2, ZERO_BUBBLE),
         ("bert", 2, INTERLEAVED | {"activation_checkpointing": "stage"}),
         ("bert", 4, ZERO_BUBBLE),
         ("vit", 4, ONE_F_ONE_B | {"partition": "uniform"}),
-        ("vit", 2, INTERLEAVED),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "get", str)("schedule"),
 )
