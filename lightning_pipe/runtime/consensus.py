@@ -48,7 +48,7 @@ class Consensus:
             PipelineError: They are not at the same place.
         """
         if not self.is_needed:
-            return mine
+            return replace(mine, last=False)
         bits = sum(decision << place for place, decision in enumerate(mine.decisions))
         what = zlib.crc32(activity.encode())
         flags = int(mine.asked), int(mine.stops), int(mine.last)
@@ -62,7 +62,7 @@ class Consensus:
             mine,
             asked=any(asked),
             stops=any(stops),
-            last=any(last),
+            last=any(last) and not mine.last,  # else its own ranks know, or are wrong
             count=min(counts),
             share=mine.samples / total if total else 1.0,
             decisions=tuple(bool(decisions[0] >> i & 1) for i in range(len(mine.decisions))),

@@ -32,7 +32,7 @@ class Agreement:
         asked: Whether the sender, or a rank before it, was asked to stop.
         stops: Whether training stops after this round.
         decisions: What only one clock must decide, in an order that all ranks know.
-        last: Whether the data of a replica ends with this batch.
+        last: Whether the data of another replica ends with this batch, before this one's.
         count: Into how many micro-batches the batch is cut.
         samples: Of this replica's batch.
         share: What they are of the samples of all replicas.

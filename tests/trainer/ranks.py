@@ -148,7 +148,8 @@ def _serve(rank: int, connection: Connection, output: Path) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    environment = dict(os.environ)
+    # Without the seed that a test in the first process may have left, before some ranks started.
+    environment = {key: v for key, v in os.environ.items() if key != "PL_GLOBAL_SEED"}
     import lightning_pipe.strategy  # noqa: F401
 
     connection.send_bytes(pickle.dumps((True, "started")))

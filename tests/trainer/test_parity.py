@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_pipe.checking.parity import ParityError, compare, compare_gradients
 from lightning_pipe.checking.parity_records import Run
-from lightning_pipe.runtime import training
+from lightning_pipe.runtime import synchronous_work
 from lightning_pipe.runtime.groups import Alone, GlooGroup
 from lightning_pipe.runtime.steps import Losses
 
@@ -162,7 +162,7 @@ def test_more_replicas_than_samples() -> None:
 
 
 def test_a_scaled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = training.SynchronousWork._take
+    take = synchronous_work.SynchronousWork._take
 
     def scaled(work: Any, parameters: Any) -> None:
         parameters = list(parameters)
@@ -171,7 +171,7 @@ def test_a_scaled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
                 parameter.grad.mul_(1 + 1e-6)
         take(work, parameters)
 
-    monkeypatch.setattr(training.SynchronousWork, "_take", scaled)
+    monkeypatch.setattr(synchronous_work.SynchronousWork, "_take", scaled)
 
     report = compare_gradients(Classifier(), loader())
 
@@ -255,8 +255,8 @@ def test_random_numbers_do_not_hide_a_wrong_gradient(monkeypatch: pytest.MonkeyP
             parameter.grad = None if parameter.shape == (3,) else parameter.grad
         take(work, parameters)
 
-    take = training.SynchronousWork._take
-    monkeypatch.setattr(training.SynchronousWork, "_take", half)
+    take = synchronous_work.SynchronousWork._take
+    monkeypatch.setattr(synchronous_work.SynchronousWork, "_take", half)
 
     report = compare_gradients(Noisy(), loader(), num_microbatches=2)
 
