@@ -185,7 +185,7 @@ def test_sums_over_replicas_are_told_from_other_waits(
     assert text.splitlines()[1].split()[-1] == "reduction"
     assert batches == 8
     for rank in range(2):  # once a batch: after the last backward, or before each update
-        assert 0.9 * SUM_S < seconds[rank] / batches < 4 * SUM_S
+        assert 0.9 * SUM_S < seconds[rank] / batches < 2 * SUM_S
     if schedule == "1f1b":  # the last rank's sum comes while the first one is still computing
         assert metrics["pipeline/rank1/bubble_cool_down"] > 0.1
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
