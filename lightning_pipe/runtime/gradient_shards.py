@@ -27,6 +27,7 @@ _UNDER_WAY = 2
 @dataclass(eq=False)
 class _Bucket:
     owner: int
+    place: int  # in the order in which buckets are sent
     parameters: list[nn.Parameter]
     missing: int = 0  # gradients of the running backward
 
@@ -128,7 +129,7 @@ class StageGradients:
     def _take(self, parameter: nn.Parameter) -> None:
         """A gradient is there."""
         bucket = self._bucket_of[parameter]
-        if self._buckets.index(bucket) < self._next:
+        if bucket.place < self._next:
             raise MisconfigurationException(
                 f"A parameter of shape {tuple(parameter.shape)} got a gradient twice in one "
                 "backward, as in a layer that calls checkpoint(use_reentrant=True). With "
@@ -186,7 +187,7 @@ def _fill(parameters: Sequence[nn.Parameter], owners: Mapping[nn.Parameter, int]
         bucket = open_ones.get(key)
         size = sum(p.nbytes for p in bucket.parameters) if bucket is not None else 0
         if bucket is None or size + parameter.nbytes > _BUCKET_BYTES:
-            bucket = open_ones[key] = _Bucket(owners[parameter], [])
+            bucket = open_ones[key] = _Bucket(owners[parameter], len(buckets), [])
             buckets.append(bucket)
         bucket.parameters.append(parameter)
     return buckets

@@ -8,8 +8,7 @@ fill. All else is the same: a synchronous round is a fill of one batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -34,6 +33,7 @@ from lightning_pipe.runtime.training import (
     Sharing,
     TrainingResult,
     TrainingWork,
+    withheld,
 )
 from lightning_pipe.schedule.instructions import Update
 
@@ -326,7 +326,7 @@ class TrainingRounds:
     def _run(self, program: Program, steps: BatchSteps | None) -> None:
         self._steps, self.running = steps, True
         try:
-            with self._random.restored(), _withheld(self._parameters), torch.enable_grad():
+            with self._random.restored(), withheld(self._parameters), torch.enable_grad():
                 self._executor.run(program, self._fill.signatures, self._work)
         finally:
             self._steps, self.running = None, False
@@ -391,16 +391,3 @@ class TrainingRounds:
     def _own_parameters(self) -> list[nn.Parameter]:
         layers = (layer for stage in self._stages.values() for layer in stage.layers)
         return [*(p for layer in layers for p in layer.parameters()), *self._sharing.outside]
-
-
-@contextmanager
-def _withheld(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Set the gradients of parameters aside; inside, they have none."""
-    aside = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in aside:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in aside:
-            parameter.grad = gradient

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -142,3 +143,16 @@ class Sharing:
     reductions: Sequence[Reduction] = ()
     replicas: Group = field(default_factory=Alone)
     shards: Shards | None = None
+
+
+@contextmanager
+def withheld(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Set the gradients of parameters aside; inside, they have none."""
+    aside = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in aside:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in aside:
+            parameter.grad = gradient

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.runtime.groups import Group, Pending
 from lightning_pipe.runtime.reduction import Bucket, buckets, local_part
+from lightning_pipe.runtime.training import withheld
 
 _MASTER = "master_weight"
 _HALF = (torch.bfloat16, torch.float16)
@@ -131,7 +132,8 @@ class OptimizerShards:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with self._without_gradients_of_others(), self.in_full_precision():
+        others = [parameter for parameter in self._parameters if not self.is_own(parameter)]
+        with withheld(others), self.in_full_precision():
             self._step()
         with torch.no_grad():
             for parameter, master in self._masters.items():
@@ -139,21 +141,13 @@ class OptimizerShards:
             self._share_updates()
         return result
 
-    @contextmanager
-    def _without_gradients_of_others(self) -> Iterator[None]:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        aside = [(p, p.grad) for p in parameters if p.grad is not None and not self.is_own(p)]
-        for parameter, _ in aside:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in aside:
-                parameter.grad = gradient
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _share_updates(self) -> None:
         """Give each parameter from the replica to which it belongs to all."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = self._parameters
         under_way: list[tuple[Pending, Bucket]] = []
         for owner in range(self._replicas.size):
             theirs = [
